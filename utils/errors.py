@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable
+from typing import Any
 
 FINISHED, ERROR, WRONG_USAGE, PREEMPTED = 0, 1, 2, 75
 
@@ -15,12 +16,39 @@ class UsageError(ValueError):
     """
 
 
-def run(main: Callable[[], int]) -> None:
-    """Call `main` and leave the process with its exit code; print a usage error as one line."""
+class ExplainedError(RuntimeError):
+    """A failure whose message says what to do: printed as one line, without a traceback."""
+
+
+def check_flags(
+    flags: dict[str, Any], *, positive: str = "", not_negative: str = "", below_one: str = ""
+) -> None:
+    """Raise UsageError for a number out of range; the arguments are names separated by spaces."""
+    rules = (
+        (positive, lambda value: value > 0, "be greater than 0"),
+        (not_negative, lambda value: value >= 0, "not be negative"),
+        (below_one, lambda value: 0 <= value < 1, "be at least 0 and less than 1"),
+    )
+    for names, is_good, rule in rules:
+        for name in names.split():
+            if not is_good(flags[name]):
+                raise UsageError(f"--{name.replace('_', '-')} {flags[name]} must {rule}")
+
+
+def exit_with(main: Callable[[], int]) -> None:
+    """Call `main` and leave the process with its exit code.
+
+    UsageError becomes one line and exit code 2, ExplainedError one line and 1; any other
+    exception keeps its traceback (and exit code 1), and goes to the launcher's summary.
+    """
+    rank = int(os.environ.get("RANK", "0"))
     try:
         code = main()
     except UsageError as error:
-        if int(os.environ.get("RANK", "0")) == 0:
+        if rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
         code = WRONG_USAGE
+    except ExplainedError as error:
+        print(f"error: [rank {rank}] {error}", file=sys.stderr, flush=True)
+        code = ERROR
     sys.exit(code)

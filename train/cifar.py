@@ -1,0 +1,448 @@
+"""Image classification on small images: a torchvision ResNet on CIFAR-10, or what --dataset names.
+
+    python train/cifar.py                                # one process, on whatever is there
+    accelerate launch train/cifar.py                     # as `accelerate config` says
+    accelerate launch --config_file accelerate_configs/multi_gpu.yaml train/cifar.py
+    accelerate launch --config_file accelerate_configs/cpu_2.yaml train/cifar.py --dataset digits
+
+Start a new task: copy this file, change the sections Data and Model and `compute_loss`.
+"""
+
+import math
+import sys
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+import torchvision
+import tyro
+from torch.utils.data import BatchSampler, DataLoader, Dataset
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root: utils/ needs no install
+
+from utils.batchnorm import convert_batchnorm, resolve_group
+
+from utils import checkpoint
+from utils.console import Progress, say
+from utils.distributed import gather_objects, on_main_process
+from utils.errors import FINISHED, PREEMPTED, UsageError, check_flags, exit_with
+from utils.export import export_model
+from utils.metrics import Speed, Sums, peak_memory_bytes
+from utils.models import check_forward, load_weights, read_initial_weights, torchvision_model
+from utils.order import (
+    MicroBatchSampler,
+    SampleOrder,
+    ShardSampler,
+    random_integers,
+    steps_per_epoch,
+)
+from utils.plan import explain_out_of_memory, plan_batches
+from utils.plots import plot_curves
+from utils.small_images import Split, load_small_images
+from utils.start import open_accelerator, seed_dropout, world_line
+from utils.tracking import Run, check_tracker, choose_directory, continue_command, is_finished
+from utils.window import Batch, Totals, Window, WindowLoader, to_device
+
+BatchNormGroup = int | Literal["auto", "device", "global"]
+
+
+@dataclass(frozen=True)
+class Config:
+    # Data
+    dataset: str = "auto"  # auto, cifar10, cifar100, digits, a hub name, or a folder of parquet
+    subset: int = 0  # only the first N examples of each split; 0 = all
+    num_workers: int = 0  # loader processes per process; 0 is fast, the images are in memory
+    # Model
+    model: str = "resnet18"  # a torchvision classifier; a ResNet gets a 3x3 stem, no max-pool
+    weights: str = "none"  # initial weights: none, default (torchvision's) or a file
+    bn_group: BatchNormGroup = 0  # examples that share statistics; 0 = 128, at most the batch
+    # Recipe
+    global_batch_size: int = 256  # examples per update, over all processes and micro-steps
+    micro_batch_size: int = 0  # examples per process per forward; 0 = global/processes
+    epochs: int = 30  # passes over the training set
+    max_steps: int = 0  # updates, at most, the schedule cut too; 0 = as epochs says
+    lr: float = 0.1  # peak learning rate at the reference batch
+    lr_reference_batch: int = 256  # examples; the rate is lr * global_batch_size / N; 0 = lr as is
+    warmup_fraction: float = 0.05  # share of all updates spent in linear warm-up
+    momentum: float = 0.9  # Nesterov momentum
+    weight_decay: float = 5e-4  # per update, times the rate; not on biases and norms
+    label_smoothing: float = 0.1  # share of the target spread over all classes, in training only
+    max_grad_norm: float = 0.0  # clip the global gradient norm; 0 = off (it is logged either way)
+    seed: int = 0  # of weights, sample order and augmentation
+    # Run
+    output_dir: str = ""  # the run directory; default runs/cifar-<date-time>
+    resume: str = (
+        "auto"  # auto = newest checkpoint in the run directory, never, a run, a checkpoint
+    )
+    stop_after: int = 0  # save and stop after update N, as a preemption would; 0 = off
+    eval_only: bool = False  # evaluate the resumed checkpoint, write the metrics, exit
+    save_every: int = 500  # updates between checkpoints; one at the end in any case
+    keep_checkpoints: int = 2  # newest checkpoints that stay
+    eval_every: int = 0  # updates between evaluations, one at the end; 0 = once an epoch
+    log_every: int = 1  # updates between lines of metrics
+    tracker: Literal["wandb", "tensorboard", "none"] = "wandb"  # offline without a key or network
+    # Communication
+    find_unused_parameters: bool = False  # for models in which some parameters get no gradient
+    comm_hook: Literal["none", "bf16", "fp16"] = "none"  # how gradients travel between processes
+
+
+# ---- Data ------------------------------------------------------------------------------------
+
+
+class ImageTensors(Dataset):
+    """A split in memory, read a whole micro-batch at a time."""
+
+    def __init__(self, split: Split):
+        self.split = split
+
+    def __len__(self) -> int:
+        return len(self.split.labels)
+
+    def __getitems__(self, ids: list[int]) -> Batch:
+        index = torch.tensor(ids, dtype=torch.int64)
+        return {"image": self.split.images[index], "label": self.split.labels[index], "id": index}
+
+
+def as_it_is(batch: Batch) -> Batch:
+    """The collate function of a data set that hands out whole batches."""
+    return batch
+
+
+def crop_and_flip(batch: Batch, epoch: int, *, seed: int, flip: bool) -> Batch:
+    """Random crop after reflecting an eighth of the size at the borders, and mirror image.
+
+    One gather for the whole batch of uint8 images (B, 3, H, W), on their device. The random
+    numbers belong to (seed, epoch, sample), so any layout sees the same images.
+    """
+    images, ids = batch["image"], batch["id"]
+    height, width = images.shape[-2:]
+    pad = max(1, height // 8)
+    draw = partial(random_integers, ids, seed=seed, epoch=epoch)
+    top = draw(2 * pad + 1, stream=0)[:, None] - pad  # (B, 1)
+    left = draw(2 * pad + 1, stream=1)[:, None] - pad
+    columns = torch.arange(width, device=images.device).expand(len(ids), -1)  # (B, W)
+    if flip:
+        columns = torch.where(draw(2, stream=2)[:, None] == 1, width - 1 - columns, columns)
+    rows = reflect(top + torch.arange(height, device=images.device), height)  # (B, H)
+    columns = reflect(left + columns, width)
+    sample = torch.arange(len(ids), device=images.device)[:, None, None]
+    cropped = images.permute(0, 2, 3, 1)[sample, rows[:, :, None], columns[:, None, :]]
+    return {**batch, "image": cropped.permute(0, 3, 1, 2)}  # channels_last (B, 3, H, W)
+
+
+def reflect(index: torch.Tensor, size: int) -> torch.Tensor:
+    """Indices outside [0, size) mirrored back at the border."""
+    index = index.abs()
+    return size - 1 - (size - 1 - index).abs()
+
+
+def normalise(batch: Batch, mean: list[float], std: list[float]) -> Batch:
+    """uint8 images to floats of the default type, as the model wants them."""
+    images = batch["image"].to(torch.get_default_dtype(), memory_format=torch.channels_last)
+    scale = images.new_tensor(std).mul(255).reshape(3, 1, 1)
+    shift = images.new_tensor(mean).mul(255).reshape(3, 1, 1)
+    return {**batch, "image": (images - shift) / scale}
+
+
+# ---- Model -----------------------------------------------------------------------------------
+
+
+def build_model(name: str, num_classes: int, image_size: int) -> torch.nn.Module:
+    """A torchvision model; a ResNet for small images gets a 3x3 stem and no max-pool."""
+    model = torchvision_model(name, num_classes)
+    if isinstance(model, torchvision.models.ResNet) and image_size <= 64:
+        model.conv1 = torch.nn.Conv2d(3, model.conv1.out_channels, 3, padding=1, bias=False)
+        torch.nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
+        model.maxpool = torch.nn.Identity()  # type: ignore[assignment]
+    return model
+
+
+# ---- Loss and evaluation ---------------------------------------------------------------------
+
+
+def count_valid(batch: Batch) -> torch.Tensor:
+    """Labelled examples of a micro-batch: int64, 0-d."""
+    return (batch["label"] != -100).sum()
+
+
+def compute_loss(
+    model: torch.nn.Module, batch: Batch, label_smoothing: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The SUM of the losses over the labelled examples (0-d), and the logits (B, classes)."""
+    logits = model(batch["image"])
+    loss_sum = F.cross_entropy(
+        logits, batch["label"], reduction="sum", ignore_index=-100, label_smoothing=label_smoothing
+    )
+    return loss_sum, logits
+
+
+@torch.no_grad()
+def evaluate(model: torch.nn.Module, loader: DataLoader, transform, device) -> dict[str, float]:
+    """Plain loss and accuracy over the whole split: this rank's share, one reduction at the end.
+
+    `model` is the unwrapped one: in evaluation nothing needs to be synchronised, and ranks may
+    have different numbers of batches.
+    """
+    model.eval()
+    sums = Sums(device, floats=("loss",), counts=("correct", "num_examples"))
+    for batch in loader:
+        batch = transform(to_device(batch, device))
+        loss_sum, logits = compute_loss(model, batch)
+        correct = (logits.argmax(dim=1) == batch["label"]).sum()
+        sums.add(loss=loss_sum, correct=correct, num_examples=count_valid(batch))
+    model.train()
+    total = sums.reduce()
+    return {
+        "val/loss": total["loss"] / total["num_examples"],
+        "val/accuracy": total["correct"] / total["num_examples"],
+        "val/num_examples": total["num_examples"],
+    }
+
+
+def main(cfg: Config) -> int:
+    # ---- Setup -------------------------------------------------------------------------------
+    check_flags(
+        asdict(cfg),
+        positive="epochs lr save_every keep_checkpoints log_every",
+        not_negative="subset num_workers max_steps lr_reference_batch momentum weight_decay "
+        "max_grad_norm stop_after eval_every",
+        below_one="warmup_fraction label_smoothing",
+    )
+    accelerator = open_accelerator(
+        find_unused_parameters=cfg.find_unused_parameters, comm_hook=cfg.comm_hook
+    )
+    device, num_processes = accelerator.device, accelerator.num_processes
+    plan = plan_batches(cfg.global_batch_size, cfg.micro_batch_size, num_processes)
+    accelerator.gradient_accumulation_steps = plan.accumulation
+    bn_group, bn_advice = resolve_group(
+        cfg.bn_group or min(128, cfg.global_batch_size), plan.micro_batch_size, num_processes
+    )
+    tracker = check_tracker(cfg.tracker)
+    directory = choose_directory(cfg.output_dir, cfg.resume, "cifar")
+    resume_from = checkpoint.resume_path(cfg.resume, directory)
+    say(f"world     {world_line(accelerator)}")
+
+    # ---- Data --------------------------------------------------------------------------------
+    data = on_main_process(
+        lambda: load_small_images(cfg.dataset, cfg.subset, on_accelerator=device.type != "cpu")
+    )
+    train_set, test_set = ImageTensors(data.train), ImageTensors(data.test)
+    image_size = data.train.images.shape[-1]
+    epoch_steps = steps_per_epoch(len(train_set), cfg.global_batch_size)
+    total_steps = min(cfg.epochs * epoch_steps, cfg.max_steps or sys.maxsize)
+    order = SampleOrder(len(train_set), cfg.seed)
+    sampler = MicroBatchSampler(order, plan, accelerator.process_index, total_steps)
+    shard = ShardSampler(len(test_set), num_processes, accelerator.process_index)
+    # Both are sharded already: they stay outside `prepare`, which would shard them again.
+    make_loader = partial(
+        DataLoader,
+        collate_fn=as_it_is,
+        num_workers=cfg.num_workers,
+        pin_memory=device.type == "cuda",
+        generator=torch.Generator(),  # its own: each iteration would draw from the global one
+    )
+    to_input = partial(normalise, mean=data.mean, std=data.std)
+
+    def augment(batch: Batch, epoch: int) -> Batch:
+        return to_input(crop_and_flip(batch, epoch, seed=cfg.seed, flip=data.flip))
+
+    train_loader = WindowLoader(
+        make_loader(train_set, batch_sampler=sampler), device, count_valid, augment
+    )
+    test_loader = make_loader(
+        test_set, batch_sampler=BatchSampler(shard, plan.micro_batch_size, drop_last=False)
+    )
+
+    # ---- Model -------------------------------------------------------------------------------
+    build = partial(build_model, cfg.model, len(data.classes), image_size)
+    torch.manual_seed(cfg.seed)  # the same weights on every process
+    model = build()
+    if cfg.weights != "none":
+        state = on_main_process(lambda: read_initial_weights(cfg.weights, cfg.model))
+        other_shape = load_weights(model, state, cfg.weights)
+        say(f"weights   from {cfg.weights}; of another shape, kept fresh: {other_shape or 'none'}")
+    model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    # Before the optimizer and `prepare`: groups of examples share statistics, on any layout.
+    bn_plan = convert_batchnorm(model, bn_group, plan.micro_batch_size)
+    example = to_input({"image": data.test.images[:1]})["image"]
+    bn_plan.check_values_per_channel(lambda: check_forward(model, example, cfg.model))
+    num_parameters = sum(p.numel() for p in model.parameters())
+
+    # ---- Optimizer ---------------------------------------------------------------------------
+    lr_used = cfg.lr * (cfg.global_batch_size / (cfg.lr_reference_batch or cfg.global_batch_size))
+    warmup_steps = round(cfg.warmup_fraction * total_steps)
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim <= 1]  # biases and norms: no decay
+    optimizer = torch.optim.SGD(
+        [
+            {"params": matrices, "weight_decay": cfg.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ],
+        lr=lr_used,
+        momentum=cfg.momentum,
+        nesterov=cfg.momentum > 0,
+    )
+
+    def learning_rate(step: int) -> float:
+        """Linear warm-up, then a cosine that ends at 0 on the last update; `step` from 1."""
+        if step <= warmup_steps:
+            return lr_used * step / warmup_steps
+        progress = (step - warmup_steps) / (total_steps - warmup_steps)
+        return lr_used * 0.5 * (1 + math.cos(math.pi * progress))
+
+    # ---- Prepare -----------------------------------------------------------------------------
+    model, optimizer = accelerator.prepare(model, optimizer)  # on the device, in DDP, compiled
+    plain_model = accelerator.unwrap_model(model, keep_torch_compile=False)
+    seed_dropout(cfg.seed, accelerator.process_index)  # from here on the ranks' numbers differ
+
+    def update(window: Window) -> Totals:
+        """One update: the window's micro-steps, then clip, step, statistics."""
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(window.step)
+        loss_sum = torch.zeros((), device=device)
+        for batch in window.batches:
+            with accelerator.accumulate(model):  # gradients travel in the last micro-step only
+                loss, _ = compute_loss(model, batch, cfg.label_smoothing)
+                accelerator.backward(loss * window.scale)  # sum of losses / the window's count
+                loss_sum += loss.detach()
+                if accelerator.sync_gradients:
+                    grad_norm = accelerator.clip_grad_norm_(
+                        model.parameters(), cfg.max_grad_norm or math.inf
+                    )
+                    totals = window.reduce(loss_sum, grad_norm)  # the update's one host read
+                    if totals.count:
+                        optimizer.step()
+                    if totals.count and not accelerator.optimizer_step_was_skipped:
+                        bn_plan.update_running_statistics()
+                    else:  # nothing labelled, or an overflow in fp16: nothing is learnt
+                        bn_plan.discard_statistics()
+                        totals = totals._replace(skipped=True)
+                optimizer.zero_grad()
+        return totals
+
+    # ---- Resume ------------------------------------------------------------------------------
+    recipe = checkpoint.recipe_of(asdict(cfg), bn_group=bn_group, data_fingerprint=data.fingerprint)
+    step, digest, skipped = 0, 0, 0
+    found = checkpoint.find_checkpoint(resume_from) if resume_from else None
+    if found is not None:
+        checkpoint.check_same_recipe(found, recipe, total_steps)
+        extra = checkpoint.load_checkpoint(
+            found, model=plain_model, optimizer=optimizer, scaler=accelerator.scaler, seed=cfg.seed
+        )
+        step, digest, skipped = found.step, extra["digest"], extra["skipped"]
+        say(f"resume    {found.path}, after update {step} of {total_steps}")
+    elif cfg.eval_only or cfg.resume not in ("auto", "never"):
+        raise UsageError(f"no usable checkpoint in {resume_from or directory}")
+    sampler.start_step = step
+
+    # ---- Train -------------------------------------------------------------------------------
+    say(f"""\
+data      {data.name}: {len(train_set)} train, {len(test_set)} test, {image_size}x{image_size}
+batch     {cfg.global_batch_size} = {num_processes} processes x {plan.micro_batch_size} examples \
+x {plan.accumulation} micro-steps; {epoch_steps} updates an epoch, {total_steps} in all
+model     {cfg.model}, {num_parameters:,} parameters; learning rate {lr_used:g} at its peak
+batchnorm {bn_plan.describe()}{bn_advice and "; " + bn_advice}
+run       {directory}""")
+    if step == total_steps and is_finished(directory) and not cfg.eval_only:
+        say("finished  already: nothing to do (more --epochs would continue it)")
+        return FINISHED
+    derived = {
+        **asdict(plan),
+        "world_size": num_processes,
+        "device": device.type,
+        "precision": accelerator.mixed_precision,
+        "bn_plan": bn_plan.as_dict(),
+        "steps_per_epoch": epoch_steps,
+        "total_steps": total_steps,
+        "lr_used": lr_used,
+        "num_parameters": num_parameters,
+        "data_fingerprint": data.fingerprint,
+    }
+
+    def save() -> None:
+        run.flush()  # metrics up to this update are on disk before its checkpoint is
+        checkpoint.save_checkpoint(
+            directory / "checkpoints",
+            step,
+            model=plain_model,
+            optimizer=optimizer,
+            scaler=accelerator.scaler,
+            extra={"digest": digest, "skipped": skipped},
+            manifest={"recipe": recipe, **derived},
+            keep=cfg.keep_checkpoints,
+        )
+
+    run = Run(directory, {**asdict(cfg), **derived}, tracker, step, read_only=cfg.eval_only)
+    with run, explain_out_of_memory(plan, bn_group):
+        if cfg.eval_only:
+            metrics = evaluate(plain_model, test_loader, to_input, device)
+            run.log(step, metrics)
+            say(f"evaluated {metrics}")
+            return FINISHED
+        progress = Progress(total_steps, step)
+        speed = Speed(cfg.global_batch_size)
+        for window in train_loader:
+            totals = update(window)
+            step = run.step = window.step
+            first_of_epoch = (step - 1) % epoch_steps == 0
+            digest = (totals.digest + (0 if first_of_epoch else digest)) % 2**64
+            skipped += totals.skipped
+            speed.count(totals.wait_seconds)
+            last, stop = step == total_steps, step == cfg.stop_after
+            if step % cfg.log_every == 0 or last or stop:
+                run.log(
+                    step,
+                    {
+                        "train/loss": totals.loss,
+                        "train/lr": learning_rate(step),
+                        "train/grad_norm": totals.grad_norm,
+                        "train/skipped_updates": skipped,
+                        "data/epoch": window.epoch,
+                        "data/digest": f"{digest:016x}",
+                        **speed.metrics(),
+                    },
+                )
+            progress.update(step, f"loss {totals.loss:.4f}  {speed.examples_per_second:.0f} ex/s")
+            if step % (cfg.eval_every or epoch_steps) == 0 or last:
+                metrics = evaluate(plain_model, test_loader, to_input, device)
+                peak = max(gather_objects(peak_memory_bytes(device)))
+                run.log(step, {**metrics, "perf/peak_memory_bytes": peak})
+                say(
+                    f"epoch {step / epoch_steps:5.1f}  step {step}  train loss {totals.loss:.4f}  "
+                    f"val loss {metrics['val/loss']:.4f}  accuracy {metrics['val/accuracy']:.4f}"
+                )
+                plot_curves(directory)
+            if step % cfg.save_every == 0 or last or stop:
+                save()
+            if stop and not last:
+                progress.close()
+                run.end("preempted", "--stop-after")
+                say(f"stopped   after update {step}, everything saved. Continue with:")
+                say(continue_command(directory))
+                return PREEMPTED
+            speed.resume()
+        progress.close()
+
+        # ---- Finish --------------------------------------------------------------------------
+        description = {
+            "architecture": cfg.model,
+            "small_image_stem": image_size <= 64,
+            "classes": data.classes,
+            "image_size": image_size,
+            "mean": data.mean,
+            "std": data.std,
+        }
+        on_main_process(
+            lambda: export_model(directory, plain_model, description, build, example.to(device))
+        )
+        run.end("finished")
+    say(f"finished  {directory}: metrics.jsonl, curves.png, model/model.safetensors")
+    say(run.tracker_line())
+    return FINISHED
+
+
+if __name__ == "__main__":
+    exit_with(lambda: main(tyro.cli(Config, description=__doc__)))

@@ -1,0 +1,254 @@
+"""Crash-safe checkpoints: RUN/checkpoints/step_00000200/, complete ones only.
+
+One is written into a hidden temporary folder, synced to disk, and only then renamed, so a kill at
+any moment leaves the older ones and never half of a new one. Loading executes nothing.
+"""
+
+import hashlib
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from utils.distributed import broadcast_object, gather_objects, on_main_process, rank, world_size
+from utils.errors import UsageError
+from utils.files import fsync_directory, read_json, write_json
+from utils.order import ORDER_VERSION
+from utils.start import seed_dropout
+
+MANIFEST, MODEL, TRAINING = "manifest.json", "model.pt", "training.pt"
+PREFIX, TEMPORARY = "step_", ".writing_"
+
+# Flags that say how to run, not what is learnt: they may change at a resume. `dataset` is compared
+# by its content (the fingerprint), epochs and max_steps by the number of updates that they mean.
+FREE_FLAGS = frozenset(
+    "dataset epochs max_steps micro_batch_size num_workers output_dir resume stop_after save_every"
+    " keep_checkpoints eval_every log_every eval_only tracker find_unused_parameters comm_hook"
+    " bn_group".split()
+)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    path: Path
+    step: int
+    manifest: dict[str, Any]
+
+
+def recipe_of(flags: dict[str, Any], **derived: Any) -> dict[str, Any]:
+    """What must not change at a resume: the flags of the recipe, and derived values by name."""
+    return {name: value for name, value in flags.items() if name not in FREE_FLAGS} | derived
+
+
+def save_checkpoint(
+    directory: Path,
+    step: int,
+    *,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler | None,
+    extra: dict[str, Any],
+    manifest: dict[str, Any],
+    keep: int,
+) -> None:
+    """Save the state after update `step`; called by all processes, written by the main one.
+
+    Args:
+        directory: RUN/checkpoints.
+        model: unwrapped, plain parameter names.
+        extra: small values of the script's own (tensors, numbers, strings, lists and dicts).
+        manifest: "recipe", "total_steps" and whatever else a reader should know of the run.
+        keep: how many of the newest checkpoints stay, at least 1.
+
+    A failure (full disk, lost permission) raises on every process and leaves the older ones.
+    """
+    generators = gather_objects(_generator_states())
+
+    def write() -> None:
+        final = directory / f"{PREFIX}{step:08d}"
+        temporary = directory / f"{TEMPORARY}{step:08d}"
+        directory.mkdir(parents=True, exist_ok=True)
+        for leftover in directory.glob(f"{TEMPORARY}*"):
+            shutil.rmtree(leftover)
+        temporary.mkdir()
+        try:
+            training = {
+                "optimizer": optimizer.state_dict(),
+                "scaler": scaler.state_dict() if scaler is not None else None,
+                "generators": list(generators),
+                "extra": extra,
+            }
+            files = {
+                MODEL: _write_tensors(temporary / MODEL, model.state_dict()),
+                TRAINING: _write_tensors(temporary / TRAINING, training),
+            }
+            content = {
+                **manifest,
+                "step": step,
+                "order_version": ORDER_VERSION,
+                "world_size": world_size(),
+                "files": files,
+            }
+            write_json(temporary / MANIFEST, content)
+            fsync_directory(temporary)
+            if final.exists():  # an unusable one of the same name, or a replayed update
+                shutil.rmtree(final)
+            os.replace(temporary, final)
+            fsync_directory(directory)
+        except OSError as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise RuntimeError(
+                f"checkpoint of step {step} could not be written to {directory} ({error}); the "
+                "older ones are intact: make space and run the same command again"
+            ) from error
+        numbered = sorted(directory.glob(f"{PREFIX}*"), key=_step_of)
+        for old in [path for path in numbered if _step_of(path) >= 0][: -max(keep, 1)]:
+            shutil.rmtree(old)
+
+    on_main_process(write)
+
+
+def find_checkpoint(path: Path) -> Checkpoint | None:
+    """The newest usable checkpoint of a run (RUN or RUN/checkpoints), or the one at `path`.
+
+    The main process looks, and decides for all. A broken, foreign or half copied one is skipped
+    with a line that names the file and the reason; None when there is none.
+    """
+
+    def look() -> Checkpoint | None:
+        if (path / MANIFEST).exists():
+            candidates = [path]
+        else:
+            folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+            numbered = [p for p in folder.glob(f"{PREFIX}*") if p.is_dir()]
+            candidates = sorted(numbered, key=_step_of, reverse=True)
+        for candidate in candidates:
+            reason, manifest = _verify(candidate)
+            if not reason:
+                return Checkpoint(candidate, manifest["step"], manifest)
+            print(f"warning: checkpoint {candidate} skipped: {reason}", file=sys.stderr, flush=True)
+        return None
+
+    return on_main_process(look)
+
+
+def check_same_recipe(checkpoint: Checkpoint, recipe: dict[str, Any], total_steps: int) -> None:
+    """UsageError when this command would continue another recipe; names both values."""
+    saved = checkpoint.manifest["recipe"]
+    changed = [
+        f"{name}={recipe.get(name)!r} but the checkpoint was made with {saved.get(name)!r}"
+        for name in sorted({*saved, *recipe})
+        if saved.get(name) != recipe.get(name)
+    ]
+    if checkpoint.manifest["order_version"] != ORDER_VERSION:
+        changed.append(f"sample order {ORDER_VERSION}, not {checkpoint.manifest['order_version']}")
+    if total_steps < checkpoint.manifest["total_steps"]:
+        changed.append(
+            f"total_steps={total_steps} but the checkpoint was made for "
+            f"{checkpoint.manifest['total_steps']} (more are allowed, fewer are not)"
+        )
+    if changed:
+        raise UsageError(
+            f"{checkpoint.path} cannot be continued: {'; '.join(changed)}. Use the same values, "
+            "or start anew with another --output-dir"
+        )
+
+
+def load_checkpoint(
+    checkpoint: Checkpoint,
+    *,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Restore everything on this process and return `extra`; without an optimizer, the model only.
+
+    The dropout generators continue where each rank's stood; on another number of processes, or on
+    another kind of device, they are seeded anew from (seed, step, rank).
+    """
+    try:
+        model.load_state_dict(read_tensors(checkpoint.path / MODEL))
+    except RuntimeError as error:
+        raise UsageError(
+            f"{checkpoint.path / MODEL} is of another model: {str(error).splitlines()[-1].strip()}"
+        ) from error
+    training = read_tensors(checkpoint.path / TRAINING)
+    if optimizer is not None:
+        optimizer.load_state_dict(training["optimizer"])
+        if scaler is not None and training["scaler"] is not None:
+            scaler.load_state_dict(training["scaler"])
+        own = training["generators"][rank()] if rank() < len(training["generators"]) else {}
+        if len(training["generators"]) == world_size() and own.keys() == _generator_states().keys():
+            torch.set_rng_state(own["cpu"])
+            if "cuda" in own:
+                torch.cuda.set_rng_state(own["cuda"])
+        else:
+            seed_dropout(seed, rank(), checkpoint.step)
+    return training["extra"]
+
+
+def read_tensors(path: Path) -> Any:
+    """A file of torch.save, onto the CPU, without executing anything in it."""
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def resume_path(resume: str, directory: Path | None) -> Path | None:
+    """Where `--resume` says to look: None for a fresh start; UsageError for a path without one."""
+    if resume == "never":
+        return None
+    if resume == "auto":
+        return directory
+    path = broadcast_object(Path(resume))
+    if not path.is_dir():
+        raise UsageError(f"--resume {resume}: no such run or checkpoint folder")
+    return path
+
+
+def _generator_states() -> dict[str, torch.Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _write_tensors(path: Path, value: Any) -> dict[str, Any]:
+    with path.open("wb") as file:
+        torch.save(value, file)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _step_of(path: Path) -> int:
+    """The step in a checkpoint's name; -1 for a folder that only looks like one."""
+    digits = path.name.removeprefix(PREFIX)
+    return int(digits) if digits.isdecimal() else -1
+
+
+def _verify(path: Path) -> tuple[str, dict[str, Any]]:
+    """Why the checkpoint cannot be used ("" when it can), and its manifest."""
+    manifest = read_json(path / MANIFEST)
+    if not isinstance(manifest, dict) or not {"step", "files", "recipe"} <= manifest.keys():
+        return f"{MANIFEST} is missing or broken", {}
+    for name, expected in manifest["files"].items():
+        file = path / name
+        if not file.is_file():
+            return f"{name} is missing", manifest
+        if file.stat().st_size != expected["bytes"]:
+            return f"{name} has {file.stat().st_size} bytes, not {expected['bytes']}", manifest
+        if _sha256(file) != expected["sha256"]:
+            return f"{name} does not match its checksum", manifest
+    return "", manifest

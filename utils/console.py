@@ -1,0 +1,42 @@
+"""Console output of the main process: a progress bar on a terminal, plain lines elsewhere."""
+
+import sys
+import time
+
+from tqdm import tqdm
+
+from utils.distributed import rank
+
+LINE_SECONDS = 5.0  # between plain lines of a training loop
+
+
+def say(text: str) -> None:
+    """Print one line, from the main process only, above a running progress bar."""
+    if rank() == 0:
+        tqdm.write(text)
+        sys.stdout.flush()
+
+
+class Progress:
+    """Progress over the updates of a run; a bar on a terminal, else a line every few seconds."""
+
+    def __init__(self, total: int, done: int):
+        self.total = total
+        self._last = float("-inf")
+        on_terminal = sys.stderr.isatty()
+        self._bar = None
+        if rank() == 0 and on_terminal:
+            self._bar = tqdm(total=total, initial=done, unit="update", dynamic_ncols=True)
+
+    def update(self, step: int, text: str) -> None:
+        """Show update `step` with a few figures."""
+        if self._bar is not None:
+            self._bar.n = step
+            self._bar.set_postfix_str(text)
+        elif time.monotonic() - self._last >= LINE_SECONDS or step == self.total:
+            self._last = time.monotonic()
+            say(f"step {step}/{self.total}  {text}")
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()

@@ -1,0 +1,51 @@
+"""Weights for deployment: plain names, plain BatchNorm, checked before they are called done."""
+
+import copy
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from utils.batchnorm import revert_batchnorm
+from utils.files import write_json
+
+
+def export_model(
+    directory: Path,
+    model: torch.nn.Module,
+    description: dict[str, Any],
+    build: Callable[[], torch.nn.Module],
+    example: torch.Tensor,
+) -> Path:
+    """Write RUN/model/model.safetensors and model.json; returns the folder.
+
+    The file is loaded again, strictly, into a plain model from `build`, which must give the same
+    output for `example` as the trained one.
+
+    Args:
+        model: unwrapped, as trained (BatchNorm converted or not).
+        description: for model.json: architecture, classes, normalisation.
+        build: makes the architecture anew, without any conversion.
+        example: one input batch.
+    """
+    folder = directory / "model"
+    folder.mkdir(parents=True, exist_ok=True)
+    plain = copy.deepcopy(model).to(example.device).eval()
+    revert_batchnorm(plain)
+    state = {name: value.detach().cpu().contiguous() for name, value in plain.state_dict().items()}
+    temporary = folder / ".model.tmp.safetensors"
+    save_file(state, temporary)
+
+    fresh = build().to(example.device, example.dtype).eval()
+    fresh.load_state_dict(load_file(temporary), strict=True)
+    with torch.no_grad():
+        expected, loaded = plain(example), fresh(example)
+    if not torch.allclose(expected, loaded, rtol=1e-3, atol=1e-4):
+        difference = (expected - loaded).abs().max().item()
+        raise RuntimeError(f"the exported weights give other outputs (up to {difference:.2e} off)")
+    os.replace(temporary, folder / "model.safetensors")
+    write_json(folder / "model.json", description)
+    return folder

@@ -1,0 +1,108 @@
+"""Models by torchvision name, and initial weights, read without executing anything."""
+
+import difflib
+from pathlib import Path
+
+import torch
+import torchvision
+from safetensors.torch import load_file
+
+from utils.errors import UsageError
+
+PREFIXES = ("_orig_mod.", "module.")  # left in keys by torch.compile and DistributedDataParallel
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without wrappers' prefixes, in any order and at the front only."""
+    while name.startswith(PREFIXES):
+        name = name.split(".", 1)[1]
+    return name
+
+
+def read_weights(path: str | Path) -> dict[str, torch.Tensor]:
+    """State dict of a .safetensors file, or of a torch file that holds tensors only.
+
+    A torch file may hold the state dict itself or have it under "model" or "state_dict". Raises
+    UsageError, naming the file, when it is missing, broken or would run code to load.
+    """
+    path = Path(path)
+    try:
+        if path.suffix == ".safetensors":
+            state = load_file(path)
+        else:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        reason = f"{error}".strip().splitlines()[0] if f"{error}".strip() else type(error).__name__
+        raise UsageError(f"--weights {path} cannot be read: {reason}") from error
+    for key in ("model", "state_dict"):
+        if isinstance(state, dict) and isinstance(state.get(key), dict):
+            state = state[key]
+    if not isinstance(state, dict) or not all(torch.is_tensor(v) for v in state.values()):
+        raise UsageError(f"--weights {path} holds no state dict (names to tensors)")
+    return {plain_name(name): value for name, value in state.items()}
+
+
+def load_weights(
+    model: torch.nn.Module, state: dict[str, torch.Tensor], source: str
+) -> tuple[str, ...]:
+    """Load weights of the same architecture; returns the names left out for another shape.
+
+    A stem for small images or a head for other classes has another shape than the file's and
+    keeps its fresh weights: say so to the user. Any other difference raises UsageError.
+    """
+    own = model.state_dict()
+    missing = [name for name in own if name not in state]
+    unexpected = [name for name in state if name not in own]
+    if missing or unexpected:
+        raise UsageError(
+            f"--weights {source} is of another architecture: "
+            f"missing {missing[:3] or 'nothing'}, unexpected {unexpected[:3] or 'nothing'}"
+        )
+    other_shape = tuple(name for name in own if own[name].shape != state[name].shape)
+    if len(other_shape) == len(own):
+        raise UsageError(f"--weights {source} fits no parameter of the model")
+    fitting = {name: value for name, value in state.items() if name not in other_shape}
+    model.load_state_dict(fitting, strict=False)
+    return other_shape
+
+
+def torchvision_model(name: str, num_classes: int) -> torch.nn.Module:
+    """A fresh classification model of torchvision; UsageError with near matches when unknown."""
+    names = torchvision.models.list_models(module=torchvision.models)
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=3) or ["resnet18"]
+        raise UsageError(f"--model {name} is not in torchvision; did you mean {', '.join(near)}?")
+    model = torchvision.models.get_model(name, num_classes=num_classes)
+    if getattr(model, "aux_logits", False):
+        raise UsageError(f"--model {name} has several outputs in training; choose another")
+    return model
+
+
+def read_initial_weights(weights: str, model_name: str) -> dict[str, torch.Tensor]:
+    """The state dict that `--weights` names: a file, or torchvision's default ("default").
+
+    For the main process (it may download); UsageError when they cannot be had.
+    """
+    if weights != "default":
+        return read_weights(weights)
+    try:
+        return torchvision.models.get_model_weights(model_name).DEFAULT.get_state_dict()
+    except Exception as error:
+        raise UsageError(
+            f"--weights default: torchvision's weights of {model_name} cannot be downloaded "
+            f"({error}); fetch the file on a connected machine and give --weights FILE"
+        ) from error
+
+
+def check_forward(model: torch.nn.Module, example: torch.Tensor, name: str) -> None:
+    """One cheap forward in evaluation mode: UsageError when the model cannot take the example."""
+    was_training = model.training
+    try:
+        with torch.no_grad():
+            model.eval()(example)
+    except RuntimeError as error:
+        shape = "x".join(map(str, example.shape[1:]))
+        reason = str(error).strip().splitlines()[0]
+        raise UsageError(f"--model {name} cannot take {shape} inputs: {reason}") from error
+    finally:
+        model.train(was_training)

@@ -1,0 +1,72 @@
+"""Batch arithmetic: how the recipe's global batch is laid out over processes and micro-steps."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from utils.errors import ExplainedError, UsageError
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """num_processes * micro_batch_size * accumulation = global_batch_size."""
+
+    global_batch_size: int
+    num_processes: int
+    micro_batch_size: int
+    accumulation: int
+
+
+def plan_batches(global_batch_size: int, micro_batch_size: int, num_processes: int) -> BatchPlan:
+    """Derive the accumulation; micro_batch_size 0 means global/processes, no accumulation.
+
+    Raises UsageError, naming the values that work, when the sizes do not divide.
+    """
+    if global_batch_size < 1 or micro_batch_size < 0:
+        raise UsageError(
+            f"global_batch_size={global_batch_size} and micro_batch_size={micro_batch_size} "
+            "must be positive (micro_batch_size 0: no accumulation)"
+        )
+    unit = (micro_batch_size or 1) * num_processes
+    if global_batch_size % unit:
+        below, above = global_batch_size // unit * unit, -(-global_batch_size // unit) * unit
+        product = f"{micro_batch_size} x {num_processes} processes"
+        raise UsageError(
+            f"global_batch_size={global_batch_size} is not a multiple of "
+            + (f"micro_batch_size={product}" if micro_batch_size else f"{num_processes} processes")
+            + f"; use {above}"
+            + (f" or {below}" if below else "")
+        )
+    micro = micro_batch_size or global_batch_size // num_processes
+    accumulation = global_batch_size // (micro * num_processes)
+    return BatchPlan(global_batch_size, num_processes, micro, accumulation)
+
+
+@contextmanager
+def explain_out_of_memory(plan: BatchPlan, bn_group: int) -> Iterator[None]:
+    """Turn running out of memory into one line that names the flag to change."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
+            if "can't allocate memory" not in str(error):  # torch's allocator on the CPU
+                raise
+        raise ExplainedError(
+            f"out of memory with micro_batch_size={plan.micro_batch_size}: "
+            f"{smaller_micro_batch(plan, bn_group)}"
+        ) from error
+
+
+def smaller_micro_batch(plan: BatchPlan, bn_group: int) -> str:
+    """How to need less memory with the same recipe: the largest micro-batch up to half of this."""
+    for micro in range(plan.micro_batch_size // 2, 0, -1):
+        per_step = micro * plan.num_processes
+        keeps_group = micro % bn_group == 0 or (bn_group % micro == 0 and per_step % bn_group == 0)
+        if plan.global_batch_size % per_step == 0 and keeps_group:
+            return f"--micro-batch-size {micro} needs less and keeps the recipe"
+    return (
+        f"no smaller one keeps bn_group={bn_group} on {plan.num_processes} processes; use more "
+        "processes, or a smaller --bn-group (another recipe)"
+    )

@@ -1,0 +1,114 @@
+"""Labelled sets of small images, whole in memory: CIFAR-10 and -100, digits, a folder of parquet.
+
+Used by cifar.py and cifar_fast.py alike; a script for data of its own replaces it.
+"""
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+
+from utils import hub
+from utils.console import say
+from utils.errors import UsageError
+
+HUB_NAMES = {"cifar10": "uoft-cs/cifar10", "cifar100": "uoft-cs/cifar100"}
+
+
+@dataclass(frozen=True)
+class Split:
+    images: torch.Tensor  # uint8 (N, 3, H, W)
+    labels: torch.Tensor  # int64 (N,), 0..classes-1
+
+
+@dataclass(frozen=True)
+class ImageData:
+    name: str
+    train: Split
+    test: Split
+    classes: list[str]
+    flip: bool  # whether a mirrored image keeps its label
+    mean: list[float]  # per channel, of the training images in [0, 1]
+    std: list[float]
+    fingerprint: str  # of the content, equal on all machines
+
+
+def load_small_images(name: str, subset: int, *, on_accelerator: bool) -> ImageData:
+    """Read a data set; for the main process, which shares it (utils.distributed.on_main_process).
+
+    Args:
+        name: auto, cifar10, cifar100, digits, a hub name, or a folder. auto is cifar10; out of
+            reach, it is the embedded digits on a machine without accelerator, said loudly.
+        subset: only the first N examples of each split; 0 = all.
+
+    Raises UsageError when the data cannot be had, telling how to put it there by hand.
+    """
+    if name == "digits":
+        return _digits(subset)
+    hub_name = {"auto": HUB_NAMES["cifar10"], **HUB_NAMES}.get(name, name)
+    try:
+        splits = hub.open_dataset(hub_name)
+    except hub.HubUnreachable as error:
+        hint = hub.cache_hint(hub_name)
+        if name != "auto" or on_accelerator:
+            raise UsageError(f"--dataset {name}: {error}. {hint}") from error
+        say(f"WARNING   CIFAR-10 is out of reach ({error})")
+        say("WARNING   training on the embedded 8x8 digits instead: these are not CIFAR-10 figures")
+        say(f"WARNING   {hint}")
+        return _digits(subset)
+    test_part = "test" if "test" in splits else "validation"
+    for part in ("train", test_part):
+        if part not in splits:
+            raise UsageError(f"--dataset {name}: no split {part!r}, it has {sorted(splits)}")
+    parts, classes = [], None
+    for part in ("train", test_part):
+        rows = splits[part]
+        rows = rows.select(range(min(subset or len(rows), len(rows))))
+        label_column = hub.find_column(rows, ("label", "fine_label", "labels"), "labels")
+        labels, names = hub.decode_labels(rows, label_column)
+        classes = classes or names or [str(label) for label in range(int(labels.max()) + 1)]
+        if len(labels) and int(labels.max()) >= len(classes):
+            raise UsageError(
+                f"--dataset {name}: label {int(labels.max())} of {part} example "
+                f"{int(labels.argmax())} is outside the {len(classes)} classes"
+            )
+        image_column = hub.find_column(rows, ("img", "image", "images"), "images")
+        parts.append(Split(hub.decode_images(rows, image_column), labels))
+    if parts[0].images.shape[1:] != parts[1].images.shape[1:]:
+        raise UsageError(
+            f"--dataset {name}: {tuple(parts[0].images.shape[1:])} images in train, "
+            f"{tuple(parts[1].images.shape[1:])} in {test_part}"
+        )
+    return _describe(name, *parts, classes or [], flip=True)
+
+
+def _digits(subset: int) -> ImageData:
+    """scikit-learn's 1,797 handwritten digits of 8x8 pixels; every fifth one is for the test."""
+    from sklearn.datasets import load_digits  # heavy: imported where used
+
+    bunch = load_digits()
+    pixels = torch.from_numpy(bunch.images * (255 / 16)).round().to(torch.uint8)  # (N, 8, 8)
+    images = pixels[:, None].repeat(1, 3, 1, 1)
+    labels = torch.from_numpy(bunch.target).long()
+    is_test = torch.arange(len(labels)) % 5 == 0
+    train, test = (
+        Split(images[chosen][: subset or None], labels[chosen][: subset or None])
+        for chosen in (~is_test, is_test)
+    )
+    return _describe("digits", train, test, [str(digit) for digit in range(10)], flip=False)
+
+
+def _describe(name: str, train: Split, test: Split, classes: list[str], *, flip: bool) -> ImageData:
+    pixels = train.images.transpose(0, 1).flatten(1)  # (3, N*H*W), uint8
+    levels = torch.arange(256, dtype=torch.float64) / 255
+    counts = torch.stack([torch.bincount(channel, minlength=256) for channel in pixels]).double()
+    shares = counts / counts.sum(dim=1, keepdim=True)  # exact moments, without a float copy
+    mean = shares @ levels
+    std = (shares @ levels.square() - mean.square()).clamp(min=1e-6).sqrt()
+    content = hashlib.sha256()
+    for split in (train, test):
+        content.update(split.images.contiguous().numpy())
+        content.update(split.labels.contiguous().numpy())
+    return ImageData(
+        name, train, test, classes, flip, mean.tolist(), std.tolist(), content.hexdigest()[:16]
+    )
