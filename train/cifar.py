@@ -441,6 +441,7 @@ run       {directory}""")
         run.end("finished")
     say(f"finished  {directory}: metrics.jsonl, curves.png, model/model.safetensors")
     say(run.tracker_line())
+    accelerator.end_training()  # closes the process group
     return FINISHED
 
 
