@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import datasets
 import numpy
@@ -129,7 +130,7 @@ class FakeHubHandler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self):
         self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        path = self.path.split("?")[0]
+        path = urlsplit(self.path).path  # through a proxy self.path is the whole address
         self.server.requests.append(f"{self.command} {path}")
         commit, files = self.server.commit, self.server.files
         api, resolve = f"/api/datasets/{NAME}", f"/datasets/{NAME}/resolve/"
@@ -358,6 +359,21 @@ def test_an_endpoint_that_does_not_resolve(home, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://no-such-host.invalid")
     with pytest.raises(hub.HubUnreachable, match="http://no-such-host.invalid tried for"):
         hub.open_dataset(NAME)
+
+
+def test_a_proxy_is_used(fake_hub, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "http://no-such-host.invalid")
+    monkeypatch.setenv("http_proxy", fake_hub.url)
+    check(hub.open_dataset(NAME))
+
+
+@pytest.mark.parametrize("token", [TOKEN, f"{TOKEN}\u20ac", f"{TOKEN}\nx"])
+def test_no_token_in_messages(fake_hub, monkeypatch, capfd, token):
+    monkeypatch.setenv("HF_TOKEN", token)
+    fake_hub.refusals["/"] = (500, f"{TOKEN} is wrong")
+    with pytest.raises(hub.HubUnreachable) as caught:
+        hub.open_dataset(NAME)
+    assert TOKEN not in str(caught.value) + capfd.readouterr().err
 
 
 @pytest.mark.parametrize("value", ["1", "true"])

@@ -146,7 +146,7 @@ def _child(name: str) -> None:
 
         try:
             splits = load_dataset(name, download_mode="reuse_cache_if_exists")
-        except exceptions.DatasetGenerationError:  # a damaged file in the cache
+        except (exceptions.DatasetGenerationError, ValueError):  # a damaged file in the cache
             splits = load_dataset(name, download_mode="force_redownload")
         file = next(iter(splits.values())).cache_files[0]["filename"]
         answer = f"prepared {Path(file).resolve().parent}"
@@ -194,7 +194,8 @@ def decode_images(dataset: datasets.Dataset, column: str) -> torch.Tensor:
     advice = "train/image_folder.py takes photographs of any size"
     files = dataset.select_columns([column]).cast_column(column, Image(decode=False))
     images = numpy.empty((0, 3, 0, 0), numpy.uint8)
-    for index, file in enumerate(row for batch in files.iter(1024) for row in batch[column]):
+    batches = files.with_format(None).iter(1024)
+    for index, file in enumerate(file for batch in batches for file in batch[column]):  # type: ignore
         try:
             data = file["bytes"] or Path(file["path"]).read_bytes()
             with PIL.Image.open(io.BytesIO(data)) as image:
@@ -210,10 +211,8 @@ def decode_images(dataset: datasets.Dataset, column: str) -> torch.Tensor:
             except MemoryError as error:
                 raise UsageError(f"{where} {error}; {advice}") from error
         if pixels.shape != images.shape[1:]:
-            sizes = [f"{shape[-1]}x{shape[-2]}" for shape in (images.shape, pixels.shape)]
-            raise UsageError(
-                f"{where} image 0 is {sizes[0]}, image {index} is {sizes[1]}; {advice}"
-            )
+            old, new = (f"{a.shape[2]}x{a.shape[1]}" for a in (images[0], pixels))
+            raise UsageError(f"{where} image 0 is {old}, image {index} is {new}; {advice}")
         images[index] = pixels
     if not len(images):
         raise UsageError(f"{where} the split has no rows")
