@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import datasets
 import numpy
 import PIL.Image
+import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 import torch
@@ -235,13 +236,17 @@ def test_this_process_keeps_its_environment_and_works_without_the_hub_after(fake
     check(hub.open_dataset(NAME))
 
 
-@pytest.mark.parametrize("damage", ["truncated", "missing", "no facts", "raw"])
+@pytest.mark.parametrize("damage", ["truncated", "short", "missing", "no facts", "raw"])
 def test_a_damaged_cache_is_downloaded_again(fake_hub, home, damage, capfd):
     check(hub.open_dataset(NAME))
     fake_hub.requests.clear()
     file = next(path for path in prepared_files(home) if "train" in path.name)
     if damage == "truncated":
         file.write_bytes(file.read_bytes()[:-200])
+    elif damage == "short":
+        table = datasets.Dataset.from_file(str(file), in_memory=True).data.table.slice(0, 3)
+        with pyarrow.ipc.new_stream(str(file), table.schema) as stream:
+            stream.write_table(table)
     elif damage == "missing":
         file.unlink()
     else:
@@ -348,10 +353,7 @@ def test_the_download_ends_with_the_process_that_wanted_it(silent_hub):
     silent_hub.settimeout(60)
     connection, _ = silent_hub.accept()
     script.kill()
-    script.communicate()
-    connection.settimeout(10)  # the child itself would wait longer
-    while connection.recv(65536):
-        pass
+    script.communicate(timeout=8)  # until its child, which has the same stderr, has ended too
     connection.close()
 
 
@@ -367,13 +369,12 @@ def test_a_proxy_is_used(fake_hub, monkeypatch):
     check(hub.open_dataset(NAME))
 
 
-@pytest.mark.parametrize("token", [TOKEN, f"{TOKEN}\u20ac", f"{TOKEN}\nx"])
-def test_no_token_in_messages(fake_hub, monkeypatch, capfd, token):
-    monkeypatch.setenv("HF_TOKEN", token)
-    fake_hub.refusals["/"] = (500, f"{TOKEN} is wrong")
+def test_no_secret_in_messages(fake_hub, monkeypatch, capfd):
+    monkeypatch.setenv("HF_TOKEN", f"{TOKEN}\u20ac")  # not a header that can be sent
     with pytest.raises(hub.HubUnreachable) as caught:
         hub.open_dataset(NAME)
     assert TOKEN not in str(caught.value) + capfd.readouterr().err
+    assert hub._public(f"http://me:secret@x/y: {TOKEN}, it is") == "http://***@x/y: ***, it is"
 
 
 @pytest.mark.parametrize("value", ["1", "true"])

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
 
 _FALSE = ("", "0", "FALSE", "NO", "OFF")
-REACH_SECONDS = 15  # the hub has answered by then, or counts as out of reach
+REACH_SECONDS = 12  # the hub has answered by then, or counts as out of reach
 
 
 class HubUnreachable(Exception):
