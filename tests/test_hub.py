@@ -422,7 +422,7 @@ def test_a_missing_folder_is_wrong_usage_without_asking_the_hub(fake_hub, value)
     assert fake_hub.requests == []
 
 
-def test_folders_without_good_data(home, tmp_path):
+def test_folders_without_good_data(fake_hub, tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     broken = make_folder(tmp_path / "broken")
     file = broken / "train-00000-of-00001.parquet"
@@ -431,8 +431,10 @@ def test_folders_without_good_data(home, tmp_path):
         with pytest.raises(UsageError, match=f"--dataset .*/{folder}: .*parquet") as caught:
             hub.open_dataset(str(tmp_path / folder))
         assert "\n" not in str(caught.value)
-    with pytest.raises(UsageError, match="--dataset .*parquet: no such folder"):
-        hub.open_dataset(str(file))
+    monkeypatch.chdir(tmp_path)
+    for value in (str(file), f"broken/{file.name}"):
+        with pytest.raises(UsageError, match="--dataset .*parquet: no such folder"):
+            hub.open_dataset(value)
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,8 @@ def open_dataset(name_or_path: str) -> datasets.DatasetDict:
                 f"--dataset {name_or_path}: this folder needs parquet files, or other data that "
                 f"datasets.load_dataset can read ({_cause(error)})"
             ) from error
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name_or_path):
+    is_hub_name = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name_or_path)
+    if not is_hub_name or os.path.exists(folder):  # a file, not a folder
         shown = name_or_path or "''"
         raise UsageError(f"--dataset {shown}: no such folder (hub names are written owner/name)")
     return _open_cached(name_or_path) or _open_prepared(_download(name_or_path))
