@@ -160,6 +160,8 @@ def _check_devices(on_cpu: bool) -> None:
 
 def _check_launcher(on_cpu: bool) -> None:
     """Refuse what Accelerate accepts from the launcher and then does not do."""
+    if on_cpu:
+        _check_engine(DistributedType.MULTI_CPU)  # DeepSpeed would raise errors of its own
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if on_cpu and precision in ("fp16", "fp8"):
         raise UsageError(
@@ -178,8 +180,6 @@ def _check_launcher(on_cpu: bool) -> None:
             "the launcher was asked for several processes (MASTER_ADDR is set) and started one; "
             f"use {_right_launch(on_cpu)}; if MASTER_ADDR is a leftover in your shell, unset it"
         )
-    if on_cpu:
-        _check_engine(DistributedType.MULTI_CPU)
 
 
 def _check_engine(found: DistributedType) -> None:
