@@ -156,6 +156,12 @@ def test_an_engine_that_is_really_used_is_accepted(launch):
     assert not launch(environment, gpus=2, engine=DistributedType.FSDP)["cpu"]
 
 
+def test_an_engine_is_refused_on_a_cpu_before_accelerate_imports_it(launch):
+    environment = TORCHRUN | {"ACCELERATE_USE_DEEPSPEED": "true"}
+    with pytest.raises(UsageError, match="DEEPSPEED was asked for"):
+        launch(environment, gpus=0, engine=DistributedType.DEEPSPEED)  # what it would have found
+
+
 def test_a_gpu_that_torch_cannot_use_is_refused(launch):
     with pytest.raises(UsageError, match=r"has an NVIDIA GPU, but torch .* cannot use it.*--cpu"):
         launch({}, gpus=0, nvidia=True)
