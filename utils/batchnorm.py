@@ -72,7 +72,7 @@ def resolve_group(group: int | str, micro_batch_size: int, num_processes: int) -
 
 # Ranks that share -> (the default process group it was made under, the subgroup of this rank).
 # Layers know the number of ranks only: what holds a process group can't be copied or pickled.
-_subgroups: dict[int, tuple[weakref.ref, Any]] = {}
+_subgroups: dict[int, tuple[weakref.ref, weakref.ref]] = {}
 
 
 def _subgroup(ranks: int) -> Any:
@@ -85,11 +85,13 @@ def _subgroup(ranks: int) -> Any:
         )
     if ranks == processes:
         return world
-    if ranks not in _subgroups or _subgroups[ranks][0]() is not world:
+    known = _subgroups.get(ranks)
+    group = known[1]() if known and known[0]() is world else None
+    if group is None:
         blocks = [list(range(first, first + ranks)) for first in range(0, processes, ranks)]
-        groups = [dist.new_group(block) for block in blocks]
-        _subgroups[ranks] = (weakref.ref(world), groups[rank() // ranks])
-    return _subgroups[ranks][1]
+        group = [dist.new_group(block) for block in blocks][rank() // ranks]
+        _subgroups[ranks] = weakref.ref(world), weakref.ref(group)
+    return group
 
 
 # ---- Arithmetic -----------------------------------------------------------------------------
@@ -180,13 +182,14 @@ class _Synchronised(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, eps, ranks):
-        x = _dense(x) if x.is_cuda else x
+        kernel = _has_kernels(x) and x.numel() > 0
+        x = _dense(x) if kernel else x
         dims, channels = [d for d in range(x.dim()) if d != 1], x.shape[1]
         count, shifted = x.numel() // channels, x
         centre = x.new_zeros(channels, dtype=_statistics_dtype(x))
         local = x.new_zeros(2 * channels + 1, dtype=_row_dtype(x))  # mean, M2, count
         local[-1] = count
-        if count and x.is_cuda:
+        if kernel:
             local[:channels], invstd = torch.batch_norm_stats(x, eps)
             local[channels:-1] = (invstd.to(local.dtype).pow(-2) - eps).clamp(min=0) * count
         elif count:
@@ -209,7 +212,7 @@ class _Synchronised(torch.autograd.Function):
         row = torch.cat([mean, squares / (total - 1).clamp(min=1), total.clamp(max=1).view(1)])
 
         output = torch.empty_like(x)
-        if count and x.is_cuda:
+        if kernel:
             centre = mean.to(centre.dtype)
             output = torch.batch_norm_elemt(x, weight, bias, centre, invstd.to(centre.dtype), eps)
         elif count:
@@ -227,7 +230,7 @@ class _Synchronised(torch.autograd.Function):
     def backward(ctx, dy, _):
         x, weight, centre, mean, invstd, counts = ctx.saved_tensors
         dims, shifted = [d for d in range(x.dim()) if d != 1], x
-        kernel = x.is_cuda and x.numel() > 0
+        kernel = _has_kernels(x) and x.numel() > 0
         vectors = centre, invstd.to(centre.dtype), weight
         sums = mean.new_zeros(2, x.shape[1])  # of dy and dy * (x - mean), here over this rank
         if kernel:
@@ -239,6 +242,7 @@ class _Synchronised(torch.autograd.Function):
             sums[0], sums[1] = dy.sum(dims, dtype=centre.dtype), (dy * shifted).sum(dims)
         sums[1] += (centre - mean) * sums[0]
         dbias, dweight = sums[0].to(centre.dtype), (sums[1] * invstd).to(centre.dtype)
+        sums = sums.clone()  # not dbias, which is a part of it in float64
         if not ctx.needs_input_grad[0]:
             return _needed(ctx, None, dweight, dbias)
         dist.all_reduce(sums, group=_subgroup(ctx.ranks))
@@ -261,6 +265,10 @@ def _per_channel(x: Tensor, *vectors: Tensor) -> list[Tensor]:
     """Vectors (C) in the shape and dtype that broadcast along x (B, C, ...)."""
     shape = 1, -1, *[1] * (x.dim() - 2)
     return [vector.to(_statistics_dtype(x)).view(shape) for vector in vectors]
+
+
+def _has_kernels(x: Tensor) -> bool:
+    return x.is_cuda
 
 
 def _dense(x: Tensor) -> Tensor:
