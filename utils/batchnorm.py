@@ -151,17 +151,36 @@ class _GhostSplit(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy, _):
         x, weight, saved = ctx.saved_tensors
-        dx, sums = torch.empty_like(x), saved.new_zeros(2, x.shape[1])
-        mask = [True, weight is not None, weight is not None]
+        dx, sums = torch.empty_like(x), saved.new_zeros(2, x.shape[1])  # of weight and bias
+        # On a CPU most of torch's time goes into memory it gets anew: let it only reduce there.
+        ours = x.device.type == "cpu" and x.dtype not in HALF
         parts = (tensor.split(ctx.group) for tensor in (dx, dy, x))
-        for dx_chunk, dy_chunk, chunk, save in zip(*parts, saved, strict=True):
-            gradient, *of_parameters = torch.ops.aten.native_batch_norm_backward(
-                dy_chunk, chunk, weight, None, None, *save, True, ctx.eps, mask
-            )
-            dx_chunk.copy_(gradient)
-            if weight is not None:
-                sums += torch.stack(of_parameters)
+        for dx_chunk, dy_chunk, chunk, (mean, invstd) in zip(*parts, saved, strict=True):
+            gradient, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
+                dy_chunk, chunk, weight, None, None, mean, invstd, True, ctx.eps,
+                [not ours, True, True],
+            )  # fmt: skip
+            sums += torch.stack([dweight, dbias])
+            if not ours:
+                dx_chunk.copy_(gradient)
+                continue
+            scale = invstd if weight is None else invstd * weight
+            factor = -scale * len(mean) / chunk.numel()
+            vectors = mean, factor * invstd * dweight, factor * dbias, scale
+            _write_gradient(dx_chunk, dy_chunk, chunk, *_per_channel(x, *vectors))
         return _needed(ctx, dx, *sums)
+
+
+def _write_gradient(dx, dy, x, mean, slope, shift, scale) -> None:
+    """dx = (x - mean) * slope + shift + dy * scale, in place, by blocks that stay in the cache."""
+    examples = max(1, 2**17 // x[0].numel())  # half a MB of float32
+    # At the size of an example, else each run of the inner loop is one channel of one example.
+    mean, slope, shift, scale = (
+        torch.empty_like(x[:1]).copy_(v) for v in (mean, slope, shift, scale)
+    )
+    for block, dy_block, x_block in zip(*(t.split(examples) for t in (dx, dy, x)), strict=True):
+        torch.sub(x_block, mean, out=block)
+        torch.addcmul(shift, block, slope, out=block).addcmul_(dy_block, scale)
 
 
 def _needed(ctx, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -463,8 +482,9 @@ def _exempt_from_broadcast(model: nn.Module) -> None:
     ignored = {*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *buffers}
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sorted(ignored))
     # As objects: the model is still on the CPU here, and NCCL takes no CPU tensors.
-    values = broadcast_object([b.cpu() for b in buffers.values() if not b.is_meta])
-    for buffer, value in zip(buffers.values(), values, strict=False):
+    ours = [buffer for buffer in buffers.values() if not buffer.is_meta]
+    values = broadcast_object([buffer.cpu() for buffer in ours])
+    for buffer, value in zip(ours, values, strict=True):
         buffer.copy_(value)
 
 
