@@ -265,6 +265,25 @@ def test_half_precision_and_channels_last(group):
     assert x.grad.is_contiguous(memory_format=torch.channels_last)
 
 
+@pytest.mark.parametrize("group", [8, 4])
+def test_strided_input_and_gradient(group):
+    reference = randomised(nn.BatchNorm2d(3))
+    layer = copy.deepcopy(reference)
+    convert_batchnorm(layer, group, 8)
+    for x in (
+        torch.randn(3, 8, 4, 5).transpose(0, 1),
+        torch.randn(8, 5, 4, 3).permute(0, 3, 2, 1)[:, :, ::2],
+        torch.randn(8, 3, 1, 1).expand(8, 3, 2, 2),
+    ):
+        x, x2 = x.detach().requires_grad_(), x.detach().clone().requires_grad_()
+        actual, (expected, *_) = layer(x), grouped_reference(reference, x2, group)
+        close(actual, expected)
+        seed = torch.randn(8, 3, 1, 1).expand_as(x)
+        actual.backward(seed), expected.backward(seed)
+        close(x.grad, x2.grad)
+    close(layer(torch.randn(8, 3, 2, 2)).sum(), torch.tensor(8 * 4.0) * reference.bias.sum())
+
+
 # ---- Conversion -----------------------------------------------------------------------------
 
 

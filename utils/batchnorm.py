@@ -121,7 +121,8 @@ def _chunks(x: Tensor, weight, bias, eps: float, group: int) -> tuple[Tensor, Te
         # Momentum 1 writes this chunk's mean and unbiased variance over the zeros.
         mean, variance = row[:channels], row[channels:-1]
         outputs.append(F.batch_norm(chunk, mean, variance, weight, bias, True, 1.0, eps))
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs), rows.sum(0)
+    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return output, rows.sum(0, dtype=_row_dtype(x))
 
 
 class _GhostSplit(torch.autograd.Function):
@@ -130,6 +131,7 @@ class _GhostSplit(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, eps, group):
+        x = _dense(x)  # torch 2.14 writes wrong numbers into an output with other strides
         chunks, channels = x.split(group), x.shape[1]
         if len(chunks[-1]) * x[0, 0].numel() == 1:
             raise ValueError(f"one value per channel in the last chunk of {tuple(x.shape)}")
@@ -143,7 +145,7 @@ class _GhostSplit(torch.autograd.Function):
             torch.native_batch_norm(chunk, weight, bias, mean, variance, True, 1.0, eps, out=out)
         ctx.save_for_backward(x, weight, saved)
         ctx.eps, ctx.group = eps, group
-        row = rows.sum(0)
+        row = rows.sum(0, dtype=_row_dtype(x))
         ctx.mark_non_differentiable(row)
         return output, row
 
@@ -267,7 +269,7 @@ class _Synchronised(torch.autograd.Function):
         dist.all_reduce(sums, group=_subgroup(ctx.ranks))
         dx = torch.empty_like(x)
         if kernel:
-            both, counts = sums.to(centre.dtype), counts.to(torch.int32)
+            both, counts = sums.to(centre.dtype), counts.to(torch.int32).contiguous()
             dx = torch.batch_norm_backward_elemt(dy, x, *vectors, both[0], both[1], counts)
         elif x.numel():
             # scale * (dy - mean(dy) - (x - mean) * invstd^2 * mean(dy * (x - mean)))
@@ -291,7 +293,7 @@ def _has_kernels(x: Tensor) -> bool:
 
 
 def _dense(x: Tensor) -> Tensor:
-    """What torch's CUDA kernels take: channels_last as it is, anything else contiguous."""
+    """What torch's kernels take: channels_last as it is, anything else contiguous."""
     formats = torch.channels_last, torch.channels_last_3d
     return x if any(x.is_contiguous(memory_format=f) for f in formats) else x.contiguous()
 
@@ -323,7 +325,7 @@ class GroupBatchNorm(_BatchNorm):
         if not self.training:
             return super().forward(input)
         self._check_input_dim(input)
-        args = input, *map(_at_least_float32, (self.weight, self.bias)), self.eps
+        args = input, _at_least_float32(self.weight), _at_least_float32(self.bias), self.eps
         if self.bn_ranks > 1:
             output, row = _synchronise(*args, self.bn_ranks)
         elif len(input) <= self.bn_group or torch.compiler.is_compiling():
@@ -340,8 +342,10 @@ class GroupBatchNorm(_BatchNorm):
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
-        if self.bn_window is not None and self.bn_window.device != self.running_mean.device:
-            self.bn_window = _empty_window(self)  # moved to another device
+        window = _empty_window(self)
+        if self.bn_window is not None and window is not None:
+            if window.device != self.bn_window.device:  # moved before training
+                self.bn_window = window
         return self
 
 
@@ -459,10 +463,11 @@ def revert_batchnorm(model: nn.Module) -> None:
             plain = PLAIN[type(layer)]
             if plain is nn.SyncBatchNorm:
                 plain = PLAIN_OF_DIMS.get(layer.bn_dims, plain)
-                layer.process_group = None
+                if plain is nn.SyncBatchNorm:
+                    layer.__dict__["process_group"] = None
             for name in [name for name in layer.__dict__ if name.startswith("bn_")]:
                 del layer.__dict__[name]
-            layer.__class__ = plain
+            layer.__class__ = plain  # type: ignore
 
 
 def _buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -557,22 +562,19 @@ class BatchNormPlan:
         totals = all_reduce_sum(torch.cat(windows)).split([len(window) for window in windows])
         self.discard_statistics()
         counts = torch.stack([total[-1] for total in totals])
-        for layer, total, used, count in zip(
-            layers, totals, counts > 0, counts.clamp(min=1), strict=True
-        ):
-            batches, running, momentum = (
-                layer.num_batches_tracked,
-                layer.running_mean,
-                layer.momentum,
-            )
-            assert batches is not None and running is not None and layer.running_var is not None
-            batches.add_(used)
-            if momentum is None:  # the cumulative mean, as in torch
-                momentum = 1 / batches.clamp(min=1)
-            mean, variance = (total[:-1] / count).to(running.dtype).view(2, -1)
-            step = (used * momentum).to(running.dtype)
-            running.lerp_(mean, step)
-            layer.running_var.lerp_(variance, step)
+        used, counts = counts > 0, counts.clamp(min=1)
+        for i, (layer, total) in enumerate(zip(layers, totals, strict=True)):
+            batches, mean, variance = (
+                layer.num_batches_tracked, layer.running_mean, layer.running_var
+            )  # fmt: skip
+            assert batches is not None and mean is not None and variance is not None
+            batches.add_(used[i])
+            # Momentum None is the cumulative mean, as in torch.
+            momentum = 1 / batches.clamp(min=1) if layer.momentum is None else layer.momentum
+            step = (used[i] * momentum).to(mean.dtype)
+            new_mean, new_variance = (total[:-1] / counts[i]).to(mean.dtype).view(2, -1)
+            mean.lerp_(new_mean, step)
+            variance.lerp_(new_variance, step)
 
     @torch.no_grad()
     def discard_statistics(self) -> None:
