@@ -160,11 +160,13 @@ def test_two_dimensional_input():
         layer(torch.randn(8, 3, 2, 2))
 
 
+@pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize("kind", SHAPES)
 @pytest.mark.parametrize("batch", [8, 7])
 @pytest.mark.parametrize("group", [4, 2])
 @pytest.mark.parametrize("options", [{}, {"affine": False}, {"bias": False}], ids=str)
-def test_ghost_split_equals_contiguous_chunks(kind, batch, group, options):
+def test_ghost_split_equals_contiguous_chunks(kind, batch, group, options, large, monkeypatch):
+    monkeypatch.setattr(batchnorm, "LARGE_CHUNK", 0 if large else 2**20)
     reference = randomised(kind(3, **options))
     layer = copy.deepcopy(reference)
     plan = convert_batchnorm(layer, group, 8)
@@ -185,7 +187,9 @@ def test_ghost_split_equals_contiguous_chunks(kind, batch, group, options):
     assert layer.num_batches_tracked == 1
 
 
-def test_ghost_split_gradcheck():
+@pytest.mark.parametrize("large", [False, True])
+def test_ghost_split_gradcheck(large, monkeypatch):
+    monkeypatch.setattr(batchnorm, "LARGE_CHUNK", 0 if large else 2**20)
     layer = randomised(nn.BatchNorm2d(2))
     convert_batchnorm(layer, 2, 4)
 
@@ -265,8 +269,10 @@ def test_half_precision_and_channels_last(group):
     assert x.grad.is_contiguous(memory_format=torch.channels_last)
 
 
+@pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize("group", [8, 4])
-def test_strided_input_and_gradient(group):
+def test_strided_input_and_gradient(group, large, monkeypatch):
+    monkeypatch.setattr(batchnorm, "LARGE_CHUNK", 0 if large else 2**20)
     reference = randomised(nn.BatchNorm2d(3))
     layer = copy.deepcopy(reference)
     convert_batchnorm(layer, group, 8)

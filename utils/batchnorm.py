@@ -31,6 +31,7 @@ from utils.distributed import all_reduce_sum, broadcast_object, rank, world_size
 from utils.errors import UsageError
 
 HALF = (torch.float16, torch.bfloat16)
+LARGE_CHUNK = 2**20  # elements
 
 
 # ---- Layout: which examples share -----------------------------------------------------------
@@ -154,8 +155,10 @@ class _GhostSplit(torch.autograd.Function):
     def backward(ctx, dy, _):
         x, weight, saved = ctx.saved_tensors
         dx, sums = torch.empty_like(x), saved.new_zeros(2, x.shape[1])  # of weight and bias
-        # On a CPU most of torch's time goes into memory it gets anew: let it only reduce there.
-        ours = x.device.type == "cpu" and x.dtype not in HALF
+        # On a CPU, torch spends more time on a large new tensor for each chunk's gradient than on
+        # the arithmetic: there it only reduces, and the gradient goes straight into its slice.
+        large = ctx.group * x[0].numel() >= LARGE_CHUNK
+        ours = large and x.device.type == "cpu" and x.dtype not in HALF
         parts = (tensor.split(ctx.group) for tensor in (dx, dy, x))
         for dx_chunk, dy_chunk, chunk, (mean, invstd) in zip(*parts, saved, strict=True):
             gradient, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
