@@ -44,18 +44,16 @@ def resolve_group(group: int | str, micro_batch_size: int, num_processes: int) -
     processes). UsageError where the layout cannot honour it.
     """
     m, processes = micro_batch_size, num_processes
+    advice = ""
     if group == "auto":
-        advice = (
-            f"bn_group=auto: each process normalises its own {m} examples, so the result depends on"
-            " the layout; set bn_group to a number, or to global if training is unstable"
-        )
         group = "global" if processes > 1 and m < 16 else "device"
-        return (
-            m * processes if group == "global" else m,
-            advice if 16 <= m < 64 < 64 * processes else "",
-        )
+        if processes > 1 and 16 <= m < 64:
+            advice = (
+                f"bn_group=auto: each process normalises its own {m} examples, so the result "
+                "depends on the layout; set a number, or global if training is unstable"
+            )
     if group in ("device", "global"):
-        return m * processes if group == "global" else m, ""
+        return m * processes if group == "global" else m, advice
     if not str(group).isdecimal() or int(group) < 1:
         raise UsageError(f"bn_group={group} is not a positive number, auto, device or global")
     size = int(group)
@@ -77,7 +75,11 @@ _subgroups: dict[int, tuple[weakref.ref, weakref.ref]] = {}
 
 
 def _subgroup(ranks: int) -> Any:
-    """The process group of this rank and its neighbours. All ranks make it on their first use."""
+    """The process group of this rank and its neighbours. All ranks make it on their first use.
+
+    A part of the ranks gets the backend's default timeout (NCCL: 10 minutes), whatever the
+    default process group has.
+    """
     world, processes = dist.group.WORLD, world_size()
     if processes % ranks:
         raise RuntimeError(
