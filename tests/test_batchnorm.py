@@ -870,6 +870,19 @@ def run_formats_and_checkpointing():
     assert output.is_contiguous(memory_format=torch.channels_last)
     assert x.grad.is_contiguous(memory_format=torch.channels_last)
 
+    whole = torch.randn(8, 3, 4, 4).bfloat16()  # half precision in, float32 parameters
+    reference = nn.BatchNorm2d(3, dtype=torch.float32)
+    layer = copy.deepcopy(reference)
+    convert_batchnorm(layer, 8, 4)
+    part = whole[rank * 4 : rank * 4 + 4].requires_grad_()
+    exact = whole.detach().float().requires_grad_()
+    actual, expected = layer(part), reference(exact)
+    (actual.float() ** 3).sum().backward(), (expected**3).sum().backward()
+    mine = slice(rank * 4, rank * 4 + 4)
+    assert actual.dtype == part.grad.dtype == torch.bfloat16
+    close(actual.float(), expected[mine], rtol=1e-2, atol=1e-2)
+    close(part.grad.float(), exact.grad[mine], rtol=2e-2, atol=0.1)
+
     for reentrant in (True, False):
         model = randomised(small_model())
         plain = copy.deepcopy(model)

@@ -180,10 +180,11 @@ class _GhostSplit(torch.autograd.Function):
 
 def _write_gradient(dx, dy, x, mean, slope, shift, scale) -> None:
     """dx = (x - mean) * slope + shift + dy * scale, in place, by blocks that stay in the cache."""
-    examples = max(1, 2**17 // x[0].numel())  # half a MB of float32
+    block_size = 2**17 if x.device.type == "cpu" else x.numel()  # half a MB of float32
+    examples = max(1, block_size // x[0].numel())
     # At the size of an example, else each run of the inner loop is one channel of one example.
     mean, slope, shift, scale = (
-        torch.empty_like(x[:1]).copy_(v) for v in (mean, slope, shift, scale)
+        torch.empty_like(dx[:1]).copy_(v) for v in (mean, slope, shift, scale)
     )
     for block, dy_block, x_block in zip(*(t.split(examples) for t in (dx, dy, x)), strict=True):
         torch.sub(x_block, mean, out=block)
@@ -255,7 +256,7 @@ class _Synchronised(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy, _):
         x, weight, centre, mean, invstd, counts = ctx.saved_tensors
-        dims, shifted = [d for d in range(x.dim()) if d != 1], x
+        dims = [d for d in range(x.dim()) if d != 1]
         kernel = _has_kernels(x) and x.numel() > 0
         vectors = centre, invstd.to(centre.dtype), weight
         sums = mean.new_zeros(2, x.shape[1])  # of dy and dy * (x - mean), here over this rank
@@ -264,8 +265,8 @@ class _Synchronised(torch.autograd.Function):
             reduced = torch.batch_norm_backward_reduce(dy, x, *vectors, True, affine, affine)
             sums[0], sums[1] = reduced[:2]
         elif x.numel():
-            shifted = x - _per_channel(x, centre)[0]
-            sums[0], sums[1] = dy.sum(dims, dtype=centre.dtype), (dy * shifted).sum(dims)
+            sums[0] = dy.sum(dims, dtype=centre.dtype)
+            sums[1] = (dy * (x - _per_channel(x, centre)[0])).sum(dims)
         sums[1] += (centre - mean) * sums[0]
         dbias, dweight = sums[0].to(centre.dtype), (sums[1] * invstd).to(centre.dtype)
         sums = sums.clone()  # not dbias, which is a part of it in float64
@@ -281,9 +282,9 @@ class _Synchronised(torch.autograd.Function):
             scale = invstd if weight is None else invstd * weight
             slope = -scale * invstd.square() * sums[1] / counts.sum()
             shift = (centre - mean) * slope - scale * sums[0] / counts.sum()
-            scale, slope, shift = _per_channel(x, scale, slope, shift)
-            dx = torch.addcmul(shift, shifted, slope, out=shifted)
-            dx = dx.addcmul_(dy.to(dx.dtype), scale).to(x.dtype)
+            dx = torch.empty_like(x, dtype=centre.dtype)
+            _write_gradient(dx, dy, x, *_per_channel(x, centre, slope, shift, scale))
+            dx = dx.to(x.dtype)
         return _needed(ctx, dx, dweight, dbias)
 
 
