@@ -31,6 +31,7 @@ from utils.distributed import all_reduce_sum, broadcast_object, rank, world_size
 from utils.errors import UsageError
 
 HALF = (torch.float16, torch.bfloat16)
+LARGE_CHUNK = 2**20  # elements
 
 
 # ---- Layout: which examples share -----------------------------------------------------------
@@ -43,18 +44,16 @@ def resolve_group(group: int | str, micro_batch_size: int, num_processes: int) -
     processes). UsageError where the layout cannot honour it.
     """
     m, processes = micro_batch_size, num_processes
+    advice = ""
     if group == "auto":
-        advice = (
-            f"bn_group=auto: each process normalises its own {m} examples, so the result depends on"
-            " the layout; set bn_group to a number, or to global if training is unstable"
-        )
         group = "global" if processes > 1 and m < 16 else "device"
-        return (
-            m * processes if group == "global" else m,
-            advice if 16 <= m < 64 < 64 * processes else "",
-        )
+        if processes > 1 and 16 <= m < 64:
+            advice = (
+                f"bn_group=auto: each process normalises its own {m} examples, so the result "
+                "depends on the layout; set a number, or global if training is unstable"
+            )
     if group in ("device", "global"):
-        return m * processes if group == "global" else m, ""
+        return m * processes if group == "global" else m, advice
     if not str(group).isdecimal() or int(group) < 1:
         raise UsageError(f"bn_group={group} is not a positive number, auto, device or global")
     size = int(group)
@@ -72,11 +71,15 @@ def resolve_group(group: int | str, micro_batch_size: int, num_processes: int) -
 
 # Ranks that share -> (the default process group it was made under, the subgroup of this rank).
 # Layers know the number of ranks only: what holds a process group can't be copied or pickled.
-_subgroups: dict[int, tuple[weakref.ref, Any]] = {}
+_subgroups: dict[int, tuple[weakref.ref, weakref.ref]] = {}
 
 
 def _subgroup(ranks: int) -> Any:
-    """The process group of this rank and its neighbours. All ranks make it on their first use."""
+    """The process group of this rank and its neighbours. All ranks make it on their first use.
+
+    A part of the ranks gets the backend's default timeout (NCCL: 10 minutes), whatever the
+    default process group has.
+    """
     world, processes = dist.group.WORLD, world_size()
     if processes % ranks:
         raise RuntimeError(
@@ -85,11 +88,13 @@ def _subgroup(ranks: int) -> Any:
         )
     if ranks == processes:
         return world
-    if ranks not in _subgroups or _subgroups[ranks][0]() is not world:
+    known = _subgroups.get(ranks)
+    group = known[1]() if known and known[0]() is world else None
+    if group is None:
         blocks = [list(range(first, first + ranks)) for first in range(0, processes, ranks)]
-        groups = [dist.new_group(block) for block in blocks]
-        _subgroups[ranks] = (weakref.ref(world), groups[rank() // ranks])
-    return _subgroups[ranks][1]
+        group = [dist.new_group(block) for block in blocks][rank() // ranks]
+        _subgroups[ranks] = weakref.ref(world), weakref.ref(group)
+    return group
 
 
 # ---- Arithmetic -----------------------------------------------------------------------------
@@ -119,7 +124,8 @@ def _chunks(x: Tensor, weight, bias, eps: float, group: int) -> tuple[Tensor, Te
         # Momentum 1 writes this chunk's mean and unbiased variance over the zeros.
         mean, variance = row[:channels], row[channels:-1]
         outputs.append(F.batch_norm(chunk, mean, variance, weight, bias, True, 1.0, eps))
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs), rows.sum(0)
+    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return output, rows.sum(0, dtype=_row_dtype(x))
 
 
 class _GhostSplit(torch.autograd.Function):
@@ -128,6 +134,7 @@ class _GhostSplit(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, eps, group):
+        x = _dense(x)  # torch 2.14 writes wrong numbers into an output with other strides
         chunks, channels = x.split(group), x.shape[1]
         if len(chunks[-1]) * x[0, 0].numel() == 1:
             raise ValueError(f"one value per channel in the last chunk of {tuple(x.shape)}")
@@ -141,7 +148,7 @@ class _GhostSplit(torch.autograd.Function):
             torch.native_batch_norm(chunk, weight, bias, mean, variance, True, 1.0, eps, out=out)
         ctx.save_for_backward(x, weight, saved)
         ctx.eps, ctx.group = eps, group
-        row = rows.sum(0)
+        row = rows.sum(0, dtype=_row_dtype(x))
         ctx.mark_non_differentiable(row)
         return output, row
 
@@ -149,17 +156,39 @@ class _GhostSplit(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy, _):
         x, weight, saved = ctx.saved_tensors
-        dx, sums = torch.empty_like(x), saved.new_zeros(2, x.shape[1])
-        mask = [True, weight is not None, weight is not None]
+        dx, sums = torch.empty_like(x), saved.new_zeros(2, x.shape[1])  # of weight and bias
+        # On a CPU, torch spends more time on a large new tensor for each chunk's gradient than on
+        # the arithmetic: there it only reduces, and the gradient goes straight into its slice.
+        large = ctx.group * x[0].numel() >= LARGE_CHUNK
+        ours = large and x.device.type == "cpu" and x.dtype not in HALF
         parts = (tensor.split(ctx.group) for tensor in (dx, dy, x))
-        for dx_chunk, dy_chunk, chunk, save in zip(*parts, saved, strict=True):
-            gradient, *of_parameters = torch.ops.aten.native_batch_norm_backward(
-                dy_chunk, chunk, weight, None, None, *save, True, ctx.eps, mask
-            )
-            dx_chunk.copy_(gradient)
-            if weight is not None:
-                sums += torch.stack(of_parameters)
+        for dx_chunk, dy_chunk, chunk, (mean, invstd) in zip(*parts, saved, strict=True):
+            gradient, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
+                dy_chunk, chunk, weight, None, None, mean, invstd, True, ctx.eps,
+                [not ours, True, True],
+            )  # fmt: skip
+            sums += torch.stack([dweight, dbias])
+            if not ours:
+                dx_chunk.copy_(gradient)
+                continue
+            scale = invstd if weight is None else invstd * weight
+            factor = -scale * len(mean) / chunk.numel()
+            vectors = mean, factor * invstd * dweight, factor * dbias, scale
+            _write_gradient(dx_chunk, dy_chunk, chunk, *_per_channel(x, *vectors))
         return _needed(ctx, dx, *sums)
+
+
+def _write_gradient(dx, dy, x, mean, slope, shift, scale) -> None:
+    """dx = (x - mean) * slope + shift + dy * scale, in place, by blocks that stay in the cache."""
+    block_size = 2**17 if x.device.type == "cpu" else x.numel()  # half a MB of float32
+    examples = max(1, block_size // x[0].numel())
+    # At the size of an example, else each run of the inner loop is one channel of one example.
+    mean, slope, shift, scale = (
+        torch.empty_like(dx[:1]).copy_(v) for v in (mean, slope, shift, scale)
+    )
+    for block, dy_block, x_block in zip(*(t.split(examples) for t in (dx, dy, x)), strict=True):
+        torch.sub(x_block, mean, out=block)
+        torch.addcmul(shift, block, slope, out=block).addcmul_(dy_block, scale)
 
 
 def _needed(ctx, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -180,13 +209,14 @@ class _Synchronised(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, eps, ranks):
-        x = _dense(x) if x.is_cuda else x
+        kernel = _has_kernels(x) and x.numel() > 0
+        x = _dense(x) if kernel else x
         dims, channels = [d for d in range(x.dim()) if d != 1], x.shape[1]
         count, shifted = x.numel() // channels, x
         centre = x.new_zeros(channels, dtype=_statistics_dtype(x))
         local = x.new_zeros(2 * channels + 1, dtype=_row_dtype(x))  # mean, M2, count
         local[-1] = count
-        if count and x.is_cuda:
+        if kernel:
             local[:channels], invstd = torch.batch_norm_stats(x, eps)
             local[channels:-1] = (invstd.to(local.dtype).pow(-2) - eps).clamp(min=0) * count
         elif count:
@@ -209,7 +239,7 @@ class _Synchronised(torch.autograd.Function):
         row = torch.cat([mean, squares / (total - 1).clamp(min=1), total.clamp(max=1).view(1)])
 
         output = torch.empty_like(x)
-        if count and x.is_cuda:
+        if kernel:
             centre = mean.to(centre.dtype)
             output = torch.batch_norm_elemt(x, weight, bias, centre, invstd.to(centre.dtype), eps)
         elif count:
@@ -226,8 +256,8 @@ class _Synchronised(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy, _):
         x, weight, centre, mean, invstd, counts = ctx.saved_tensors
-        dims, shifted = [d for d in range(x.dim()) if d != 1], x
-        kernel = x.is_cuda and x.numel() > 0
+        dims = [d for d in range(x.dim()) if d != 1]
+        kernel = _has_kernels(x) and x.numel() > 0
         vectors = centre, invstd.to(centre.dtype), weight
         sums = mean.new_zeros(2, x.shape[1])  # of dy and dy * (x - mean), here over this rank
         if kernel:
@@ -235,25 +265,26 @@ class _Synchronised(torch.autograd.Function):
             reduced = torch.batch_norm_backward_reduce(dy, x, *vectors, True, affine, affine)
             sums[0], sums[1] = reduced[:2]
         elif x.numel():
-            shifted = x - _per_channel(x, centre)[0]
-            sums[0], sums[1] = dy.sum(dims, dtype=centre.dtype), (dy * shifted).sum(dims)
+            sums[0] = dy.sum(dims, dtype=centre.dtype)
+            sums[1] = (dy * (x - _per_channel(x, centre)[0])).sum(dims)
         sums[1] += (centre - mean) * sums[0]
         dbias, dweight = sums[0].to(centre.dtype), (sums[1] * invstd).to(centre.dtype)
+        sums = sums.clone()  # not dbias, which is a part of it in float64
         if not ctx.needs_input_grad[0]:
             return _needed(ctx, None, dweight, dbias)
         dist.all_reduce(sums, group=_subgroup(ctx.ranks))
         dx = torch.empty_like(x)
         if kernel:
-            both, counts = sums.to(centre.dtype), counts.to(torch.int32)
+            both, counts = sums.to(centre.dtype), counts.to(torch.int32).contiguous()
             dx = torch.batch_norm_backward_elemt(dy, x, *vectors, both[0], both[1], counts)
         elif x.numel():
             # scale * (dy - mean(dy) - (x - mean) * invstd^2 * mean(dy * (x - mean)))
             scale = invstd if weight is None else invstd * weight
             slope = -scale * invstd.square() * sums[1] / counts.sum()
             shift = (centre - mean) * slope - scale * sums[0] / counts.sum()
-            scale, slope, shift = _per_channel(x, scale, slope, shift)
-            dx = torch.addcmul(shift, shifted, slope, out=shifted)
-            dx = dx.addcmul_(dy.to(dx.dtype), scale).to(x.dtype)
+            dx = torch.empty_like(x, dtype=centre.dtype)
+            _write_gradient(dx, dy, x, *_per_channel(x, centre, slope, shift, scale))
+            dx = dx.to(x.dtype)
         return _needed(ctx, dx, dweight, dbias)
 
 
@@ -263,8 +294,12 @@ def _per_channel(x: Tensor, *vectors: Tensor) -> list[Tensor]:
     return [vector.to(_statistics_dtype(x)).view(shape) for vector in vectors]
 
 
+def _has_kernels(x: Tensor) -> bool:
+    return x.is_cuda
+
+
 def _dense(x: Tensor) -> Tensor:
-    """What torch's CUDA kernels take: channels_last as it is, anything else contiguous."""
+    """What torch's kernels take: channels_last as it is, anything else contiguous."""
     formats = torch.channels_last, torch.channels_last_3d
     return x if any(x.is_contiguous(memory_format=f) for f in formats) else x.contiguous()
 
@@ -296,7 +331,7 @@ class GroupBatchNorm(_BatchNorm):
         if not self.training:
             return super().forward(input)
         self._check_input_dim(input)
-        args = input, *map(_at_least_float32, (self.weight, self.bias)), self.eps
+        args = input, _at_least_float32(self.weight), _at_least_float32(self.bias), self.eps
         if self.bn_ranks > 1:
             output, row = _synchronise(*args, self.bn_ranks)
         elif len(input) <= self.bn_group or torch.compiler.is_compiling():
@@ -313,8 +348,10 @@ class GroupBatchNorm(_BatchNorm):
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
-        if self.bn_window is not None and self.bn_window.device != self.running_mean.device:
-            self.bn_window = _empty_window(self)  # moved to another device
+        window = _empty_window(self)
+        if self.bn_window is not None and window is not None:
+            if window.device != self.bn_window.device:  # moved before training
+                self.bn_window = window
         return self
 
 
@@ -432,10 +469,11 @@ def revert_batchnorm(model: nn.Module) -> None:
             plain = PLAIN[type(layer)]
             if plain is nn.SyncBatchNorm:
                 plain = PLAIN_OF_DIMS.get(layer.bn_dims, plain)
-                layer.process_group = None
+                if plain is nn.SyncBatchNorm:
+                    layer.__dict__["process_group"] = None
             for name in [name for name in layer.__dict__ if name.startswith("bn_")]:
                 del layer.__dict__[name]
-            layer.__class__ = plain
+            layer.__class__ = plain  # type: ignore
 
 
 def _buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -455,8 +493,9 @@ def _exempt_from_broadcast(model: nn.Module) -> None:
     ignored = {*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *buffers}
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sorted(ignored))
     # As objects: the model is still on the CPU here, and NCCL takes no CPU tensors.
-    values = broadcast_object([b.cpu() for b in buffers.values() if not b.is_meta])
-    for buffer, value in zip(buffers.values(), values, strict=False):
+    ours = [buffer for buffer in buffers.values() if not buffer.is_meta]
+    values = broadcast_object([buffer.cpu() for buffer in ours])
+    for buffer, value in zip(ours, values, strict=True):
         buffer.copy_(value)
 
 
@@ -529,22 +568,19 @@ class BatchNormPlan:
         totals = all_reduce_sum(torch.cat(windows)).split([len(window) for window in windows])
         self.discard_statistics()
         counts = torch.stack([total[-1] for total in totals])
-        for layer, total, used, count in zip(
-            layers, totals, counts > 0, counts.clamp(min=1), strict=True
-        ):
-            batches, running, momentum = (
-                layer.num_batches_tracked,
-                layer.running_mean,
-                layer.momentum,
-            )
-            assert batches is not None and running is not None and layer.running_var is not None
-            batches.add_(used)
-            if momentum is None:  # the cumulative mean, as in torch
-                momentum = 1 / batches.clamp(min=1)
-            mean, variance = (total[:-1] / count).to(running.dtype).view(2, -1)
-            step = (used * momentum).to(running.dtype)
-            running.lerp_(mean, step)
-            layer.running_var.lerp_(variance, step)
+        used, counts = counts > 0, counts.clamp(min=1)
+        for i, (layer, total) in enumerate(zip(layers, totals, strict=True)):
+            batches, mean, variance = (
+                layer.num_batches_tracked, layer.running_mean, layer.running_var
+            )  # fmt: skip
+            assert batches is not None and mean is not None and variance is not None
+            batches.add_(used[i])
+            # Momentum None is the cumulative mean, as in torch.
+            momentum = 1 / batches.clamp(min=1) if layer.momentum is None else layer.momentum
+            step = (used[i] * momentum).to(mean.dtype)
+            new_mean, new_variance = (total[:-1] / counts[i]).to(mean.dtype).view(2, -1)
+            mean.lerp_(new_mean, step)
+            variance.lerp_(new_variance, step)
 
     @torch.no_grad()
     def discard_statistics(self) -> None:
