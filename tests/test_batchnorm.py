@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.pool import free_port
-from utils import batchnorm
+from utils import batchnorm_functions
 from utils.batchnorm import convert_batchnorm, resolve_group, revert_batchnorm
 from utils.errors import UsageError
 
@@ -168,7 +168,7 @@ def test_two_dimensional_input():
 @pytest.mark.parametrize("group", [4, 2])
 @pytest.mark.parametrize("options", [{}, {"affine": False}, {"bias": False}], ids=str)
 def test_ghost_split_equals_contiguous_chunks(kind, batch, group, options, large, monkeypatch):
-    monkeypatch.setattr(batchnorm, "LARGE_CHUNK", 0 if large else 2**20)
+    monkeypatch.setattr(batchnorm_functions, "LARGE_CHUNK", 0 if large else 2**20)
     reference = randomised(kind(3, **options))
     layer = copy.deepcopy(reference)
     plan = convert_batchnorm(layer, group, 8)
@@ -191,7 +191,7 @@ def test_ghost_split_equals_contiguous_chunks(kind, batch, group, options, large
 
 @pytest.mark.parametrize("large", [False, True])
 def test_ghost_split_gradcheck(large, monkeypatch):
-    monkeypatch.setattr(batchnorm, "LARGE_CHUNK", 0 if large else 2**20)
+    monkeypatch.setattr(batchnorm_functions, "LARGE_CHUNK", 0 if large else 2**20)
     layer = randomised(nn.BatchNorm2d(2))
     convert_batchnorm(layer, 2, 4)
 
@@ -274,7 +274,7 @@ def test_half_precision_and_channels_last(group):
 @pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize("group", [8, 4])
 def test_strided_input_and_gradient(group, large, monkeypatch):
-    monkeypatch.setattr(batchnorm, "LARGE_CHUNK", 0 if large else 2**20)
+    monkeypatch.setattr(batchnorm_functions, "LARGE_CHUNK", 0 if large else 2**20)
     reference = randomised(nn.BatchNorm2d(3))
     layer = copy.deepcopy(reference)
     convert_batchnorm(layer, group, 8)
@@ -540,7 +540,7 @@ def synchronised_function(sizes):
     def function(x, weight, bias, eps=1e-5):
         mine = _Replicated.apply(x).split(sizes)[dist.get_rank()]
         affine = [v if v is None else _Replicated.apply(v) for v in (weight, bias)]
-        output, _ = batchnorm._synchronise(mine, *affine, eps, dist.get_world_size())
+        output, _ = batchnorm_functions.synchronised(mine, *affine, eps, dist.get_world_size())
         return _Gathered.apply(output, sizes)
 
     return function
@@ -592,8 +592,8 @@ def use_emulated_kernels():
         scale = invstd if weight is None else invstd * weight
         return dx * wide(scale, x)
 
-    has_kernels = batchnorm._has_kernels
-    batchnorm._has_kernels = lambda x: True
+    has_kernels = batchnorm_functions._has_kernels
+    batchnorm_functions._has_kernels = lambda x: True
     kernels = {
         "batch_norm_stats": stats, "batch_norm_elemt": elemt,
         "batch_norm_backward_reduce": backward_reduce, "batch_norm_backward_elemt": backward_elemt,
@@ -603,7 +603,7 @@ def use_emulated_kernels():
         setattr(torch, name, kernel)
 
     def restore():
-        batchnorm._has_kernels = has_kernels
+        batchnorm_functions._has_kernels = has_kernels
         for name, kernel in saved.items():
             setattr(torch, name, kernel)
 

@@ -74,9 +74,7 @@ class Config:
     seed: int = 0  # of weights, sample order and augmentation
     # Run
     output_dir: str = ""  # the run directory; default runs/cifar-<date-time>
-    resume: str = (
-        "auto"  # auto = newest checkpoint in the run directory, never, a run, a checkpoint
-    )
+    resume: str = "auto"  # auto = newest checkpoint in the run directory; never; or a path
     stop_after: int = 0  # save and stop after update N, as a preemption would; 0 = off
     eval_only: bool = False  # evaluate the resumed checkpoint, write the metrics, exit
     save_every: int = 500  # updates between checkpoints; one at the end in any case
@@ -414,7 +412,8 @@ run       {directory}""")
                     f"epoch {step / epoch_steps:5.1f}  step {step}  train loss {totals.loss:.4f}  "
                     f"val loss {metrics['val/loss']:.4f}  accuracy {metrics['val/accuracy']:.4f}"
                 )
-                plot_curves(directory)
+                if accelerator.is_main_process:
+                    plot_curves(directory)
             if step % cfg.save_every == 0 or last or stop:
                 save()
             if stop and not last:

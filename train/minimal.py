@@ -26,7 +26,7 @@ from utils.metrics import Sums
 from utils.order import MicroBatchSampler, SampleOrder
 from utils.plan import plan_batches
 from utils.start import open_accelerator, world_line
-from utils.window import Batch, WindowLoader
+from utils.window import Batch, Totals, Window, WindowLoader
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,26 @@ def make_points(count: int, seed: int) -> list[Batch]:
 
 
 def count_valid(batch: Batch) -> torch.Tensor:
-    """Examples of a micro-batch that have a target: int64, 0-d."""
-    return (~batch["y"].isnan()).sum()
+    """Examples of a micro-batch that count in the loss, all of them here: int64, 0-d."""
+    return torch.ones_like(batch["id"]).sum()
 
 
 def compute_loss(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """The SUM of squared errors over the examples with a target (0-d), and the outputs (B,)."""
+    """The SUM of the squared errors of the examples (0-d), and the outputs (B,)."""
     outputs = model(batch["x"]).squeeze(1)
-    return (outputs - batch["y"]).square().nansum(), outputs
+    return (outputs - batch["y"]).square().sum(), outputs
+
+
+@torch.no_grad()
+def evaluate(model: torch.nn.Module, samples: list[Batch], device: torch.device):
+    """Mean loss over all processes' samples, and their true number: nothing is padded."""
+    model.eval()
+    sums = Sums(device, floats=("loss",), counts=("num_examples",))
+    for sample in samples:
+        batch = {key: value[None].to(device) for key, value in sample.items()}
+        sums.add(loss=compute_loss(model, batch)[0], num_examples=count_valid(batch))
+    total = sums.reduce()
+    return total["loss"] / total["num_examples"], total["num_examples"]
 
 
 def main(cfg: Config) -> int:
@@ -83,7 +95,8 @@ def main(cfg: Config) -> int:
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.lr)
     model, optimizer = accelerator.prepare(model, optimizer)  # on the device, in DDP
 
-    for window in windows:  # one update: all its micro-batches, over all processes
+    def update(window: Window) -> Totals:
+        """One update: all micro-batches of its window, over all processes."""
         loss_sum = torch.zeros((), device=device)
         for batch in window.batches:
             with accelerator.accumulate(model):  # gradients travel in the last micro-step only
@@ -96,17 +109,15 @@ def main(cfg: Config) -> int:
                     bn_plan.update_running_statistics()
                 optimizer.step()  # Accelerate leaves both out until the last micro-step
                 optimizer.zero_grad()
+        return totals
+
+    for window in windows:
+        totals = update(window)
         if window.step % 50 == 0:
             say(f"step {window.step}  train loss {totals.loss:.6f}")
-
-    plain_model = accelerator.unwrap_model(model).eval()  # nothing to synchronise in evaluation
-    sums = Sums(device, floats=("loss",), counts=("num_examples",))
-    for sample in test_set[rank :: plan.num_processes]:  # each example once, on one process
-        batch = {key: value[None].to(device) for key, value in sample.items()}
-        with torch.no_grad():
-            sums.add(loss=compute_loss(plain_model, batch)[0], num_examples=count_valid(batch))
-    total = sums.reduce()  # over all processes: true counts, nothing padded
-    say(f"val loss {total['loss'] / total['num_examples']:.6f} on {total['num_examples']} examples")
+    plain_model = accelerator.unwrap_model(model)  # in evaluation nothing is to be synchronised
+    val_loss, count = evaluate(plain_model, test_set[rank :: plan.num_processes], device)
+    say(f"val loss {val_loss:.6f} on {count} examples")
     if accelerator.is_main_process:
         save_file(plain_model.state_dict(), cfg.output)
     accelerator.end_training()  # closes the process group
