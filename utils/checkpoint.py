@@ -76,8 +76,7 @@ def save_checkpoint(
         temporary = directory / f"{TEMPORARY}{final.name}"
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            for leftover in (*directory.glob(f"{TEMPORARY}*"), *directory.glob(f"{DISCARDED}*")):
-                shutil.rmtree(leftover)
+            _remove_hidden(directory)
             temporary.mkdir()
             training = {
                 "optimizer": optimizer.state_dict(),
@@ -110,10 +109,8 @@ def save_checkpoint(
             ) from error
         older = sorted((p for p in _numbered(directory) if _step_of(p) <= step), key=_step_of)
         for superseded in older[: -max(keep, 1)]:
-            try:
-                shutil.rmtree(_discard(superseded))
-            except OSError as error:
-                warn(f"old checkpoint {superseded} not removed: {error}")
+            _discard(superseded)
+        _remove_hidden(directory)
 
     on_main_process(write)
 
@@ -252,7 +249,7 @@ def _write_tensors(path: Path, value: Any) -> dict[str, Any]:
 def _read(path: Path) -> Any:
     try:
         return read_tensors(path)
-    except ValueError as reason:
+    except (OSError, ValueError) as reason:
         raise ExplainedError(f"{path} cannot be read: {reason}") from reason
 
 
@@ -279,6 +276,15 @@ def _discard(path: Path) -> Path:
     return path.rename(path.with_name(f"{DISCARDED}{path.name}"))
 
 
+def _remove_hidden(directory: Path) -> None:
+    """Remove what a killed save has left, and what has been discarded."""
+    for path in (*directory.glob(f"{TEMPORARY}*"), *directory.glob(f"{DISCARDED}*")):
+        try:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        except OSError as error:  # no reason to lose a run: the next save tries again
+            warn(f"{path} not removed: {error}")
+
+
 def _verify(path: Path) -> dict[str, Any]:
     """The manifest of a checkpoint whose files are all as it says; ValueError with the reason."""
     manifest = read_json(path / MANIFEST)
@@ -297,8 +303,5 @@ def _verify(path: Path) -> dict[str, Any]:
             raise ValueError(f"{name} has {file.stat().st_size} bytes, not {expected.get('bytes')}")
         if _sha256(file) != expected.get("sha256"):
             raise ValueError(f"{name} does not match its checksum")
-        try:
-            read_tensors(file, check_only=True)
-        except ValueError as reason:
-            raise ValueError(f"{name} cannot be read: {reason}") from reason
+        read_tensors(file, check_only=True)
     return manifest
