@@ -7,21 +7,24 @@ any moment leaves the older ones and never half of a new one. Loading executes n
 import hashlib
 import os
 import shutil
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from utils.distributed import broadcast_object, gather_objects, on_main_process, rank, world_size
-from utils.errors import UsageError
-from utils.files import fsync_directory, read_json, write_json
+from utils.console import warn
+from utils.distributed import gather_objects, on_main_process, rank, world_size
+from utils.errors import ExplainedError, UsageError
+from utils.files import fsync_directory, read_json, read_tensors, write_json
 from utils.order import ORDER_VERSION
 from utils.start import seed_dropout
 
 MANIFEST, MODEL, TRAINING = "manifest.json", "model.pt", "training.pt"
-PREFIX, TEMPORARY = "step_", ".writing_"
+PREFIX = "step_"
+# Hidden names: one being written; one superseded. Both are removed by the next save.
+TEMPORARY, DISCARDED = ".writing_", ".discarded_"
+MANIFEST_TYPES = {"step": int, "total_steps": int, "order_version": int, "recipe": dict}
 
 # Flags that say how to run, not what is learnt: they may change at a resume. `dataset` is compared
 # by its content (the fingerprint), epochs and max_steps by the number of updates that they mean.
@@ -70,12 +73,11 @@ def save_checkpoint(
 
     def write() -> None:
         final = directory / f"{PREFIX}{step:08d}"
-        temporary = directory / f"{TEMPORARY}{step:08d}"
-        directory.mkdir(parents=True, exist_ok=True)
-        for leftover in directory.glob(f"{TEMPORARY}*"):
-            shutil.rmtree(leftover)
-        temporary.mkdir()
+        temporary = directory / f"{TEMPORARY}{final.name}"
         try:
+            directory.mkdir(parents=True, exist_ok=True)
+            _remove_hidden(directory)
+            temporary.mkdir()
             training = {
                 "optimizer": optimizer.state_dict(),
                 "scaler": scaler.state_dict() if scaler is not None else None,
@@ -95,19 +97,20 @@ def save_checkpoint(
             }
             write_json(temporary / MANIFEST, content)
             fsync_directory(temporary)
-            if final.exists():  # an unusable one of the same name, or a replayed update
-                shutil.rmtree(final)
+            if final.exists():
+                _discard(final)
             os.replace(temporary, final)
             fsync_directory(directory)
         except OSError as error:
             shutil.rmtree(temporary, ignore_errors=True)
-            raise RuntimeError(
+            raise ExplainedError(
                 f"checkpoint of step {step} could not be written to {directory} ({error}); the "
                 "older ones are intact: make space and run the same command again"
             ) from error
-        numbered = sorted(directory.glob(f"{PREFIX}*"), key=_step_of)
-        for old in [path for path in numbered if _step_of(path) >= 0][: -max(keep, 1)]:
-            shutil.rmtree(old)
+        older = sorted((p for p in _numbered(directory) if _step_of(p) <= step), key=_step_of)
+        for superseded in older[: -max(keep, 1)]:
+            _discard(superseded)
+        _remove_hidden(directory)
 
     on_main_process(write)
 
@@ -120,20 +123,33 @@ def find_checkpoint(path: Path) -> Checkpoint | None:
     """
 
     def look() -> Checkpoint | None:
-        if (path / MANIFEST).exists():
+        if (path / MANIFEST).exists() or path.name.startswith(PREFIX):
             candidates = [path]
         else:
             folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-            numbered = [p for p in folder.glob(f"{PREFIX}*") if p.is_dir()]
-            candidates = sorted(numbered, key=_step_of, reverse=True)
+            candidates = sorted(folder.glob(f"{PREFIX}*"), key=_step_of, reverse=True)
         for candidate in candidates:
-            reason, manifest = _verify(candidate)
-            if not reason:
+            try:
+                manifest = _verify(candidate)
+                if candidate != path and manifest["step"] != _step_of(candidate):
+                    raise ValueError(f"its name is not that of step {manifest['step']}")
                 return Checkpoint(candidate, manifest["step"], manifest)
-            print(f"warning: checkpoint {candidate} skipped: {reason}", file=sys.stderr, flush=True)
+            except (ValueError, OSError) as reason:
+                warn(f"checkpoint {candidate} skipped: {reason}")
         return None
 
     return on_main_process(look)
+
+
+def set_aside_newer(directory: Path, step: int) -> None:
+    """Hide the checkpoints after update `step`, from which a run goes on (main process only).
+
+    They are broken, or of a course that the run is taken back from: it makes them anew. Until its
+    next save they can be had back by renaming.
+    """
+    for path in _numbered(directory):
+        if _step_of(path) > step:
+            warn(f"{path} is newer than update {step}: set aside as {_discard(path).name}")
 
 
 def check_same_recipe(checkpoint: Checkpoint, recipe: dict[str, Any], total_steps: int) -> None:
@@ -145,7 +161,10 @@ def check_same_recipe(checkpoint: Checkpoint, recipe: dict[str, Any], total_step
         if saved.get(name) != recipe.get(name)
     ]
     if checkpoint.manifest["order_version"] != ORDER_VERSION:
-        changed.append(f"sample order {ORDER_VERSION}, not {checkpoint.manifest['order_version']}")
+        changed.append(
+            f"the sample order has version {ORDER_VERSION} but the checkpoint was made with "
+            f"{checkpoint.manifest['order_version']} (use that version of this repository)"
+        )
     if total_steps < checkpoint.manifest["total_steps"]:
         changed.append(
             f"total_steps={total_steps} but the checkpoint was made for "
@@ -171,15 +190,15 @@ def load_checkpoint(
     The dropout generators continue where each rank's stood; on another number of processes, or on
     another kind of device, they are seeded anew from (seed, step, rank).
     """
+    weights, training = _read(checkpoint.path / MODEL), _read(checkpoint.path / TRAINING)
     try:
-        model.load_state_dict(read_tensors(checkpoint.path / MODEL))
-    except RuntimeError as error:
-        raise UsageError(
-            f"{checkpoint.path / MODEL} is of another model: {str(error).splitlines()[-1].strip()}"
-        ) from error
-    training = read_tensors(checkpoint.path / TRAINING)
+        model.load_state_dict(weights)
+        if optimizer is not None:
+            optimizer.load_state_dict(training["optimizer"])
+    except (RuntimeError, ValueError) as error:  # keys or shapes; groups of parameters
+        reason = str(error).strip().splitlines()[-1].strip()
+        raise UsageError(f"{checkpoint.path} is of another model: {reason}") from error
     if optimizer is not None:
-        optimizer.load_state_dict(training["optimizer"])
         if scaler is not None and training["scaler"] is not None:
             scaler.load_state_dict(training["scaler"])
         own = training["generators"][rank()] if rank() < len(training["generators"]) else {}
@@ -187,24 +206,21 @@ def load_checkpoint(
             torch.set_rng_state(own["cpu"])
             if "cuda" in own:
                 torch.cuda.set_rng_state(own["cuda"])
+            if "mps" in own:
+                torch.mps.set_rng_state(own["mps"])
         else:
             seed_dropout(seed, rank(), checkpoint.step)
     return training["extra"]
 
 
-def read_tensors(path: Path) -> Any:
-    """A file of torch.save, onto the CPU, without executing anything in it."""
-    return torch.load(path, map_location="cpu", weights_only=True)
-
-
-def resume_path(resume: str, directory: Path | None) -> Path | None:
+def resume_path(resume: str, directory: Path) -> Path | None:
     """Where `--resume` says to look: None for a fresh start; UsageError for a path without one."""
     if resume == "never":
         return None
     if resume == "auto":
         return directory
-    path = broadcast_object(Path(resume))
-    if not path.is_dir():
+    path = Path(resume).expanduser()
+    if not on_main_process(path.is_dir):
         raise UsageError(f"--resume {resume}: no such run or checkpoint folder")
     return path
 
@@ -213,15 +229,28 @@ def _generator_states() -> dict[str, torch.Tensor]:
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()
+    if torch.backends.mps.is_available():
+        states["mps"] = torch.mps.get_rng_state()
     return states
 
 
 def _write_tensors(path: Path, value: Any) -> dict[str, Any]:
-    with path.open("wb") as file:
-        torch.save(value, file)
-        file.flush()
-        os.fsync(file.fileno())
+    """Write and sync a file; its size and checksum."""
+    try:
+        with path.open("wb") as file:
+            torch.save(value, file)
+            file.flush()
+            os.fsync(file.fileno())
+    except RuntimeError as error:  # what torch's writer makes of a full disk
+        raise OSError(f"{path.name}: {str(error).splitlines()[0]}") from error
     return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+
+
+def _read(path: Path) -> Any:
+    try:
+        return read_tensors(path)
+    except (OSError, ValueError) as reason:
+        raise ExplainedError(f"{path} cannot be read: {reason}") from reason
 
 
 def _sha256(path: Path) -> str:
@@ -238,17 +267,41 @@ def _step_of(path: Path) -> int:
     return int(digits) if digits.isdecimal() else -1
 
 
-def _verify(path: Path) -> tuple[str, dict[str, Any]]:
-    """Why the checkpoint cannot be used ("" when it can), and its manifest."""
+def _numbered(directory: Path) -> list[Path]:
+    return [path for path in directory.glob(f"{PREFIX}*") if _step_of(path) >= 0]
+
+
+def _discard(path: Path) -> Path:
+    """Rename a checkpoint, so that no kill leaves half of it under a name that counts."""
+    return path.rename(path.with_name(f"{DISCARDED}{path.name}"))
+
+
+def _remove_hidden(directory: Path) -> None:
+    """Remove what a killed save has left, and what has been discarded."""
+    for path in (*directory.glob(f"{TEMPORARY}*"), *directory.glob(f"{DISCARDED}*")):
+        try:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        except OSError as error:  # no reason to lose a run: the next save tries again
+            warn(f"{path} not removed: {error}")
+
+
+def _verify(path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint whose files are all as it says; ValueError with the reason."""
     manifest = read_json(path / MANIFEST)
-    if not isinstance(manifest, dict) or not {"step", "files", "recipe"} <= manifest.keys():
-        return f"{MANIFEST} is missing or broken", {}
-    for name, expected in manifest["files"].items():
-        file = path / name
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
+        raise ValueError(f"{MANIFEST} is missing or broken")
+    for key, kind in MANIFEST_TYPES.items():
+        if not isinstance(manifest.get(key), kind):
+            raise ValueError(f"{MANIFEST} has no {key}")
+    for name in (MODEL, TRAINING):
+        file, expected = path / name, manifest["files"].get(name)
+        if not isinstance(expected, dict):
+            raise ValueError(f"{MANIFEST} does not list {name}")
         if not file.is_file():
-            return f"{name} is missing", manifest
-        if file.stat().st_size != expected["bytes"]:
-            return f"{name} has {file.stat().st_size} bytes, not {expected['bytes']}", manifest
-        if _sha256(file) != expected["sha256"]:
-            return f"{name} does not match its checksum", manifest
-    return "", manifest
+            raise ValueError(f"{name} is missing")
+        if file.stat().st_size != expected.get("bytes"):
+            raise ValueError(f"{name} has {file.stat().st_size} bytes, not {expected.get('bytes')}")
+        if _sha256(file) != expected.get("sha256"):
+            raise ValueError(f"{name} does not match its checksum")
+        read_tensors(file, check_only=True)
+    return manifest

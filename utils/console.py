@@ -5,7 +5,7 @@ import time
 
 from tqdm import tqdm
 
-from utils.distributed import rank
+from utils.distributed import rank, world_size
 
 LINE_SECONDS = 5.0  # between plain lines of a training loop
 
@@ -15,6 +15,13 @@ def say(text: str) -> None:
     if rank() == 0:
         tqdm.write(text)
         sys.stdout.flush()
+
+
+def warn(text: str) -> None:
+    """Print one line on stderr, from any process, with its rank where there are several."""
+    origin = f"[rank {rank()}] " if world_size() > 1 else ""
+    tqdm.write(f"warning: {origin}{text}", file=sys.stderr)
+    sys.stderr.flush()
 
 
 class Progress:

@@ -6,7 +6,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from utils.errors import UsageError
+from utils.errors import ExplainedError, UsageError
 
 T = TypeVar("T")
 
@@ -31,22 +31,23 @@ def broadcast_object(value: T) -> T:
 def on_main_process(function: Callable[[], T]) -> T:
     """Run `function` on rank 0 while the others wait, and give its result to every process.
 
-    An exception of rank 0 is raised on every process (UsageError stays UsageError), so that a
-    missing file or a failed download ends the whole job instead of leaving the others waiting.
+    An exception of rank 0 ends the whole job instead of leaving the others waiting: they raise
+    the same UsageError, or an ExplainedError that names rank 0.
     """
-    result, error = None, None
+    result, error, failure = None, None, None
     if rank() == 0:
         try:
             result = function()
         except Exception as exception:
             error = exception
-    shared = None if error is None else (isinstance(error, UsageError), f"{error}", type(error))
-    result, shared = broadcast_object((result, shared))
+            usage = isinstance(error, UsageError)
+            failure = (usage, f"{error}" if usage else f"rank 0: {type(error).__name__}: {error}")
+    result, failure = broadcast_object((result, failure))
     if error is not None:
         raise error
-    if shared is not None:
-        usage, message, kind = shared
-        raise UsageError(message) if usage else RuntimeError(f"rank 0: {kind.__name__}: {message}")
+    if failure is not None:
+        usage, message = failure
+        raise UsageError(message) if usage else ExplainedError(message)
     return result  # type: ignore[return-value]
 
 

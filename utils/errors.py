@@ -5,14 +5,16 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from torch.distributed.elastic.multiprocessing.errors import record
+
 FINISHED, ERROR, WRONG_USAGE, PREEMPTED = 0, 1, 2, 75
 
 
 class UsageError(ValueError):
     """A flag, file or launch that cannot work: the message names it, its value and the fix.
 
-    Raised by every process of the job alike (from the same flags, or through
-    `utils.distributed.on_main_process`), so only rank 0 prints it.
+    Raised by every process of a machine alike (from the same flags, or through
+    `utils.distributed.on_main_process`), so only the first one prints it.
     """
 
 
@@ -39,16 +41,16 @@ def exit_with(main: Callable[[], int]) -> None:
     """Call `main` and leave the process with its exit code.
 
     UsageError becomes one line and exit code 2, ExplainedError one line and 1; any other
-    exception keeps its traceback (and exit code 1), and goes to the launcher's summary.
+    exception keeps its traceback (and exit code 1). All go to the launcher's summary.
     """
-    rank = int(os.environ.get("RANK", "0"))
     try:
-        code = main()
+        code = record(main)()
     except UsageError as error:
-        if rank == 0:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)
         code = WRONG_USAGE
     except ExplainedError as error:
+        rank = os.environ.get("RANK", "0")
         print(f"error: [rank {rank}] {error}", file=sys.stderr, flush=True)
         code = ERROR
     sys.exit(code)

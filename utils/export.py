@@ -23,7 +23,7 @@ def export_model(
     """Write RUN/model/model.safetensors and model.json; returns the folder.
 
     The file is loaded again, strictly, into a plain model from `build`, which must give the same
-    output for `example` as the trained one.
+    output for `example` as the trained one, both without autocast.
 
     Args:
         model: unwrapped, as trained (BatchNorm converted or not).
@@ -34,18 +34,24 @@ def export_model(
     folder = directory / "model"
     folder.mkdir(parents=True, exist_ok=True)
     plain = copy.deepcopy(model).to(example.device).eval()
+    plain.__dict__.pop("forward", None)  # Accelerate's, under autocast: the class's own is exact
     revert_batchnorm(plain)
-    state = {name: value.detach().cpu().contiguous() for name, value in plain.state_dict().items()}
+    state = {  # clones: the format refuses tensors that share memory (tied weights)
+        name: value.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, value in plain.state_dict().items()
+    }
     temporary = folder / ".model.tmp.safetensors"
-    save_file(state, temporary)
-
-    fresh = build().to(example.device, example.dtype).eval()
-    fresh.load_state_dict(load_file(temporary), strict=True)
-    with torch.no_grad():
-        expected, loaded = plain(example), fresh(example)
-    if not torch.allclose(expected, loaded, rtol=1e-3, atol=1e-4):
-        difference = (expected - loaded).abs().max().item()
-        raise RuntimeError(f"the exported weights give other outputs (up to {difference:.2e} off)")
-    os.replace(temporary, folder / "model.safetensors")
+    try:
+        save_file(state, temporary)
+        fresh = build().to(example.device, example.dtype).eval()
+        fresh.load_state_dict(load_file(temporary), strict=True)
+        with torch.no_grad():
+            expected, loaded = plain(example), fresh(example)
+        if not torch.allclose(expected, loaded, rtol=1e-3, atol=1e-4):
+            difference = (expected - loaded).abs().max().item()
+            raise RuntimeError(f"the exported weights give other outputs ({difference:.2e} off)")
+        os.replace(temporary, folder / "model.safetensors")
+    finally:
+        temporary.unlink(missing_ok=True)
     write_json(folder / "model.json", description)
     return folder

@@ -1,9 +1,11 @@
-"""Files that are either whole or not there, whatever happens in between."""
+"""Files that are either whole or not there, and files from elsewhere that are never executed."""
 
 import json
 import os
 from pathlib import Path
 from typing import Any
+
+import torch
 
 
 def fsync_directory(path: Path) -> None:
@@ -16,15 +18,23 @@ def fsync_directory(path: Path) -> None:
             os.close(descriptor)
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Replace `path` by `value` as JSON: readers see the old file or the new one."""
+def write_text(path: Path, text: str) -> None:
+    """Replace `path` by `text`: readers see the old file or the new one, even after a crash."""
     temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(value, file, indent=2)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace `path` by `value` as JSON."""
+    write_text(path, json.dumps(value, indent=2) + "\n")
 
 
 def read_json(path: Path) -> Any:
@@ -33,3 +43,33 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects in a file of one a line; without a line that a kill has torn. [] without file."""
+    entries = []
+    for line in path.read_bytes().splitlines() if path.exists() else []:
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(entry, dict):
+            entries.append(entry)
+    return entries
+
+
+def read_tensors(path: Path, *, check_only: bool = False) -> Any:
+    """A file of torch.save, onto the CPU, without executing anything in it.
+
+    ValueError when it is broken or would need that; with `check_only` the tensors' content stays
+    on the disk.
+    """
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=check_only)
+    except OSError:
+        raise
+    except Exception as error:  # of any kind; torch's own text tells how to execute it all the same
+        raise ValueError(
+            f"{path.name} is broken, or holds more than tensors and plain values (which is refused:"
+            " loading it could run code)"
+        ) from error

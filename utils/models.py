@@ -5,11 +5,14 @@ from pathlib import Path
 
 import torch
 import torchvision
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from utils.errors import UsageError
+from utils.files import read_tensors
 
 PREFIXES = ("_orig_mod.", "module.")  # left in keys by torch.compile and DistributedDataParallel
+REPLACEABLE = 4  # tensors that may have another shape: weight and bias of the stem and of the head
 
 
 def plain_name(name: str) -> str:
@@ -25,19 +28,17 @@ def read_weights(path: str | Path) -> dict[str, torch.Tensor]:
     A torch file may hold the state dict itself or have it under "model" or "state_dict". Raises
     UsageError, naming the file, when it is missing, broken or would run code to load.
     """
-    path = Path(path)
+    path = Path(path).expanduser()
     try:
-        if path.suffix == ".safetensors":
-            state = load_file(path)
-        else:
-            state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        reason = f"{error}".strip().splitlines()[0] if f"{error}".strip() else type(error).__name__
-        raise UsageError(f"--weights {path} cannot be read: {reason}") from error
+        state = load_file(path) if path.suffix == ".safetensors" else read_tensors(path)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UsageError(f"--weights {path} cannot be read: {error}") from error
     for key in ("model", "state_dict"):
         if isinstance(state, dict) and isinstance(state.get(key), dict):
             state = state[key]
-    if not isinstance(state, dict) or not all(torch.is_tensor(v) for v in state.values()):
+    if not isinstance(state, dict) or not all(
+        isinstance(name, str) and torch.is_tensor(value) for name, value in state.items()
+    ):
         raise UsageError(f"--weights {path} holds no state dict (names to tensors)")
     return {plain_name(name): value for name, value in state.items()}
 
@@ -59,8 +60,11 @@ def load_weights(
             f"missing {missing[:3] or 'nothing'}, unexpected {unexpected[:3] or 'nothing'}"
         )
     other_shape = tuple(name for name in own if own[name].shape != state[name].shape)
-    if len(other_shape) == len(own):
-        raise UsageError(f"--weights {source} fits no parameter of the model")
+    if len(other_shape) > REPLACEABLE or len(other_shape) == len(own):
+        raise UsageError(
+            f"--weights {source} is of another architecture: {len(other_shape)} of {len(own)} "
+            f"tensors have another shape, such as {other_shape[0]}"
+        )
     fitting = {name: value for name, value in state.items() if name not in other_shape}
     model.load_state_dict(fitting, strict=False)
     return other_shape
@@ -70,7 +74,7 @@ def torchvision_model(name: str, num_classes: int) -> torch.nn.Module:
     """A fresh classification model of torchvision; UsageError with near matches when unknown."""
     names = torchvision.models.list_models(module=torchvision.models)
     if name not in names:
-        near = difflib.get_close_matches(name, names, n=3) or ["resnet18"]
+        near = difflib.get_close_matches(name.lower(), names, n=3) or ["resnet18"]
         raise UsageError(f"--model {name} is not in torchvision; did you mean {', '.join(near)}?")
     model = torchvision.models.get_model(name, num_classes=num_classes)
     if getattr(model, "aux_logits", False):
@@ -86,7 +90,11 @@ def read_initial_weights(weights: str, model_name: str) -> dict[str, torch.Tenso
     if weights != "default":
         return read_weights(weights)
     try:
-        return torchvision.models.get_model_weights(model_name).DEFAULT.get_state_dict()
+        return torchvision.models.get_model_weights(model_name)["DEFAULT"].get_state_dict(
+            map_location="cpu",
+            check_hash=True,
+            weights_only=True,  # torchvision's own default would execute what a file asks for
+        )
     except Exception as error:
         raise UsageError(
             f"--weights default: torchvision's weights of {model_name} cannot be downloaded "
@@ -96,13 +104,14 @@ def read_initial_weights(weights: str, model_name: str) -> dict[str, torch.Tenso
 
 def check_forward(model: torch.nn.Module, example: torch.Tensor, name: str) -> None:
     """One cheap forward in evaluation mode: UsageError when the model cannot take the example."""
-    was_training = model.training
+    modes = {module: module.training for module in model.modules()}
     try:
         with torch.no_grad():
             model.eval()(example)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError, AssertionError) as error:  # assertions in torchvision's ViT
         shape = "x".join(map(str, example.shape[1:]))
         reason = str(error).strip().splitlines()[0]
         raise UsageError(f"--model {name} cannot take {shape} inputs: {reason}") from error
     finally:
-        model.train(was_training)
+        for module, mode in modes.items():  # not model.train(): frozen parts stay in evaluation
+            module.training = mode

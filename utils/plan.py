@@ -8,6 +8,9 @@ import torch
 
 from utils.errors import ExplainedError, UsageError
 
+# Messages of RuntimeErrors that mean it too: CPU (Linux, Windows), MPS and CUDA, cuBLAS and cuDNN.
+OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED")
+
 
 @dataclass(frozen=True)
 class BatchPlan:
@@ -46,26 +49,36 @@ def plan_batches(global_batch_size: int, micro_batch_size: int, num_processes: i
 
 @contextmanager
 def explain_out_of_memory(plan: BatchPlan, bn_group: int) -> Iterator[None]:
-    """Turn running out of memory into one line that names the flag to change."""
+    """Turn running out of memory into one line that names the flag to change.
+
+    Args:
+        bn_group: examples that share BatchNorm statistics; 0 for a model without BatchNorm.
+    """
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
-            if "can't allocate memory" not in str(error):  # torch's allocator on the CPU
-                raise
-        raise ExplainedError(
-            f"out of memory with micro_batch_size={plan.micro_batch_size}: "
-            f"{smaller_micro_batch(plan, bn_group)}"
-        ) from error
+    except (RuntimeError, MemoryError) as error:
+        kinds = (torch.OutOfMemoryError, MemoryError)
+        if isinstance(error, kinds) or any(text in str(error) for text in OUT_OF_MEMORY):
+            raise ExplainedError(
+                f"out of memory with micro_batch_size={plan.micro_batch_size}: "
+                f"{smaller_micro_batch(plan, bn_group)}"
+            ) from error
+        raise
 
 
 def smaller_micro_batch(plan: BatchPlan, bn_group: int) -> str:
     """How to need less memory with the same recipe: the largest micro-batch up to half of this."""
     for micro in range(plan.micro_batch_size // 2, 0, -1):
         per_step = micro * plan.num_processes
-        keeps_group = micro % bn_group == 0 or (bn_group % micro == 0 and per_step % bn_group == 0)
+        keeps_group = not bn_group or (
+            micro % bn_group == 0 or (bn_group % micro == 0 and per_step % bn_group == 0)
+        )
         if plan.global_batch_size % per_step == 0 and keeps_group:
-            return f"--micro-batch-size {micro} needs less and keeps the recipe"
+            # `--bn-group device` or `global` would mean another group in the new layout.
+            group = f" --bn-group {bn_group}" if bn_group else ""
+            return f"--micro-batch-size {micro}{group} needs less and keeps the recipe"
+    if plan.micro_batch_size == 1:
+        return "one example is the least; use a smaller model, smaller inputs or a larger GPU"
     return (
         f"no smaller one keeps bn_group={bn_group} on {plan.num_processes} processes; use more "
         "processes, or a smaller --bn-group (another recipe)"

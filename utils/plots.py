@@ -1,7 +1,10 @@
 """Curves of a run as a PNG, from its metrics.jsonl alone."""
 
-import json
 from pathlib import Path
+
+from utils.console import warn
+from utils.distributed import rank
+from utils.files import read_json_lines
 
 # (file's keys, title, unit on the axis); the first colours of Okabe and Ito's colour-blind set.
 PANELS = (
@@ -16,18 +19,22 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
 def read_metrics(path: Path) -> dict[str, tuple[list[int], list[float]]]:
     """Series by key: steps and values, from a metrics.jsonl; null values are left out."""
     series: dict[str, tuple[list[int], list[float]]] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        entry = json.loads(line)
+    for entry in read_json_lines(path):
         for key, value in entry.items():
-            if key != "step" and isinstance(value, (int, float)):
+            if key != "step" and isinstance(value, int | float):
                 steps, values = series.setdefault(key, ([], []))
                 steps.append(entry["step"])
                 values.append(value)
     return series
 
 
-def plot_curves(run_directory: Path) -> Path:
-    """Write RUN/curves.png: loss, metric, learning rate, throughput over the updates."""
+def plot_curves(run_directory: Path) -> None:
+    """Write RUN/curves.png: loss, metric, learning rate, throughput over the updates.
+
+    The main process does, every one may call it; a full disk costs the picture, not the run.
+    """
+    if rank() != 0:
+        return
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # heavy: imported where used
     from matplotlib.figure import Figure
 
@@ -43,8 +50,10 @@ def plot_curves(run_directory: Path) -> Path:
         axes.grid(alpha=0.3)
         if axes.lines:
             axes.legend()
-    path = run_directory / "curves.png"
-    temporary = path.with_name(".curves.tmp.png")
-    figure.savefig(temporary, dpi=110)
-    temporary.replace(path)
-    return path
+    temporary = run_directory / ".curves.tmp.png"
+    try:
+        figure.savefig(temporary, dpi=110)
+        temporary.replace(run_directory / "curves.png")
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        warn(f"curves.png not written: {error}")

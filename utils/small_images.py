@@ -5,6 +5,7 @@ Used by cifar.py and cifar_fast.py alike; a script for data of its own replaces 
 
 import hashlib
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -79,14 +80,14 @@ def load_small_images(name: str, subset: int, *, on_accelerator: bool) -> ImageD
             f"--dataset {name}: {tuple(parts[0].images.shape[1:])} images in train, "
             f"{tuple(parts[1].images.shape[1:])} in {test_part}"
         )
-    return _describe(name, *parts, classes or [], flip=True)
+    return _describe(name, parts[0], parts[1], classes or [], flip=True)
 
 
 def _digits(subset: int) -> ImageData:
     """scikit-learn's 1,797 handwritten digits of 8x8 pixels; every fifth one is for the test."""
     from sklearn.datasets import load_digits  # heavy: imported where used
 
-    bunch = load_digits()
+    bunch: Any = load_digits()
     pixels = torch.from_numpy(bunch.images * (255 / 16)).round().to(torch.uint8)  # (N, 8, 8)
     images = pixels[:, None].repeat(1, 3, 1, 1)
     labels = torch.from_numpy(bunch.target).long()
@@ -107,8 +108,8 @@ def _describe(name: str, train: Split, test: Split, classes: list[str], *, flip:
     std = (shares @ levels.square() - mean.square()).clamp(min=1e-6).sqrt()
     content = hashlib.sha256()
     for split in (train, test):
-        content.update(split.images.contiguous().numpy())
-        content.update(split.labels.contiguous().numpy())
+        content.update(split.images.contiguous().numpy().data)
+        content.update(split.labels.contiguous().numpy().data)
     return ImageData(
         name, train, test, classes, flip, mean.tolist(), std.tolist(), content.hexdigest()[:16]
     )
