@@ -233,7 +233,6 @@ def test_fsdp_on_a_cpu_is_refused(probe, config):
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(reason="utils/errors.py: rank 1 may end first, and the launcher kills rank 0")
 def test_the_reason_is_printed_even_if_rank_0_is_late(probe, config):
     result = probe(*ACCELERATE, *config(**FSDP), RANK_0_IS_LATE="4")
     assert_refused(result, "FSDP was asked for.*on a CPU .*cpu_2.yaml")

@@ -41,9 +41,11 @@ from utils.order import (
 )
 from utils.plan import explain_out_of_memory, plan_batches
 from utils.plots import plot_curves
+from utils.rundir import choose_directory, continue_command
 from utils.small_images import Split, load_small_images
 from utils.start import open_accelerator, seed_dropout, world_line
-from utils.tracking import Run, check_tracker, choose_directory, continue_command, is_finished
+from utils.trackers import check_tracker
+from utils.tracking import Run, is_finished
 from utils.window import Batch, Totals, Window, WindowLoader, to_device
 
 BatchNormGroup = int | Literal["auto", "device", "global"]
