@@ -10,6 +10,7 @@ Start a new task: copy this file, change the sections Data and Model and `comput
 
 import math
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,7 @@ from utils.console import Progress, say
 from utils.distributed import gather_objects, on_main_process
 from utils.errors import FINISHED, PREEMPTED, UsageError, check_flags, exit_with
 from utils.export import export_model
+from utils.guard import Guard, ignore_signals, stopped_before_restart
 from utils.metrics import Speed, Sums, peak_memory_bytes
 from utils.models import check_forward, load_weights, read_initial_weights, torchvision_model
 from utils.order import MicroBatchSampler, SampleOrder, ShardSampler, steps_per_epoch
@@ -79,6 +81,8 @@ class Config:
     eval_every: int = 0  # updates between evaluations, one at the end; 0 = once an epoch
     log_every: int = 1  # updates between lines of metrics
     tracker: Literal["wandb", "tensorboard", "none"] = "wandb"  # offline without a key or network
+    nonfinite: Literal["stop", "skip"] = "stop"  # at a NaN or infinite loss or gradient
+    hang_timeout: float = 600.0  # seconds without any progress, then stacks and an end; 0 = off
     # Communication
     find_unused_parameters: bool = False  # for models in which some parameters get no gradient
     comm_hook: Literal["none", "bf16", "fp16"] = "none"  # how gradients travel between processes
@@ -142,7 +146,7 @@ def compute_loss(
 
 
 @torch.no_grad()
-def evaluate(model: torch.nn.Module, loader: DataLoader, transform, device) -> dict[str, float]:
+def evaluate(model: torch.nn.Module, loader: Iterable[Batch], transform, device):
     """Plain loss and accuracy over the whole split: this rank's share, one reduction at the end.
 
     `model` is the unwrapped one: in evaluation nothing needs to be synchronised, and ranks may
@@ -170,11 +174,13 @@ def main(cfg: Config) -> int:
         asdict(cfg),
         positive="epochs lr save_every keep_checkpoints log_every",
         not_negative="subset num_workers max_steps lr_reference_batch momentum weight_decay "
-        "max_grad_norm stop_after eval_every",
+        "max_grad_norm stop_after eval_every hang_timeout",
         below_one="warmup_fraction label_smoothing",
     )
     accelerator = open_accelerator(
-        find_unused_parameters=cfg.find_unused_parameters, comm_hook=cfg.comm_hook
+        find_unused_parameters=cfg.find_unused_parameters,
+        comm_hook=cfg.comm_hook,
+        hang_timeout=cfg.hang_timeout,
     )
     device, num_processes = accelerator.device, accelerator.num_processes
     plan = plan_batches(cfg.global_batch_size, cfg.micro_batch_size, num_processes)
@@ -184,6 +190,9 @@ def main(cfg: Config) -> int:
     )
     tracker = check_tracker(cfg.tracker)
     directory = choose_directory(cfg.output_dir, cfg.resume, "cifar")
+    if stopped_before_restart(directory):
+        return PREEMPTED
+    guard = Guard(directory, nonfinite=cfg.nonfinite, hang_timeout=cfg.hang_timeout)
     resume_from = checkpoint.resume_path(cfg.resume, directory)
     say(f"world     {world_line(accelerator)}")
 
@@ -203,6 +212,7 @@ def main(cfg: Config) -> int:
         DataLoader,
         collate_fn=as_it_is,
         num_workers=cfg.num_workers,
+        worker_init_fn=ignore_signals,  # they end with this process
         pin_memory=device.type == "cuda",
         generator=torch.Generator(),  # its own: each iteration would draw from the global one
     )
@@ -270,30 +280,32 @@ def main(cfg: Config) -> int:
         """One update: the window's micro-steps, then clip, step, statistics."""
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(window.step)
-        loss_sum = torch.zeros((), device=device)
+        losses = []
         for batch in window.batches:
             with accelerator.accumulate(model):  # gradients travel in the last micro-step only
                 loss, _ = compute_loss(model, batch, cfg.label_smoothing)
                 accelerator.backward(loss * window.scale)  # sum of losses / the window's count
-                loss_sum += loss.detach()
+                losses.append(loss.detach())
                 if accelerator.sync_gradients:
                     grad_norm = accelerator.clip_grad_norm_(
                         model.parameters(), cfg.max_grad_norm or math.inf
                     )
-                    totals = window.reduce(loss_sum, grad_norm)  # the update's one host read
-                    if totals.count:
+                    # The update's one host read. Not finite: all stop here, or leave it out.
+                    totals = window.reduce(torch.stack(losses), grad_norm, guard.stop_requested)
+                    totals = guard.check(window, totals, accelerator.scaler)
+                    if not totals.skipped:
                         optimizer.step()
-                    if totals.count and not accelerator.optimizer_step_was_skipped:
-                        bn_plan.update_running_statistics()
-                    else:  # nothing labelled, or an overflow in fp16: nothing is learnt
+                        totals = totals._replace(skipped=accelerator.optimizer_step_was_skipped)
+                    if totals.skipped:
                         bn_plan.discard_statistics()
-                        totals = totals._replace(skipped=True)
+                    else:
+                        bn_plan.update_running_statistics()
                 optimizer.zero_grad()
         return totals
 
     # ---- Resume ------------------------------------------------------------------------------
     recipe = checkpoint.recipe_of(asdict(cfg), bn_group=bn_group, data_fingerprint=data.fingerprint)
-    step, digest, skipped = 0, 0, 0
+    step, digest, skipped, evaluation_due = 0, 0, 0, False
     found = checkpoint.find_checkpoint(resume_from) if resume_from else None
     if found is not None:
         checkpoint.check_same_recipe(found, recipe, total_steps)
@@ -301,6 +313,7 @@ def main(cfg: Config) -> int:
             found, model=plain_model, optimizer=optimizer, scaler=accelerator.scaler, seed=cfg.seed
         )
         step, digest, skipped = found.step, extra["digest"], extra["skipped"]
+        evaluation_due = extra.get("evaluation_due", False)  # a signal came in its middle
         say(f"resume    {found.path}, after update {step} of {total_steps}")
     elif cfg.eval_only or cfg.resume not in ("auto", "never"):
         raise UsageError(f"no usable checkpoint in {resume_from or directory}")
@@ -330,13 +343,35 @@ run       {directory}""")
         "data_fingerprint": data.fingerprint,
     }
 
+    def evaluate_now() -> dict[str, float]:
+        """Evaluate, log and draw; {} when a signal came in its middle."""
+        metrics = evaluate(plain_model, guard.batches(test_loader), to_input, device)
+        if guard.agree_to_stop():
+            return {}
+        peak = max(gather_objects(peak_memory_bytes(device)))
+        run.log(step, {**metrics, "perf/peak_memory_bytes": peak})
+        loss, accuracy = metrics["val/loss"], metrics["val/accuracy"]
+        say(f"epoch {step / epoch_steps:.1f}  val loss {loss:.4f}  accuracy {accuracy:.4f}")
+        if accelerator.is_main_process and not cfg.eval_only:
+            plot_curves(directory)
+        return metrics
+
+    def stopped(reason: str) -> int:
+        """Everything is saved: say how to continue."""
+        run.end("preempted", reason)
+        on_main_process(run.close)  # all end together: a launcher ends those that are late
+        say(f"stopped   after update {step}, everything saved. Continue with:")
+        say(continue_command(directory))
+        return PREEMPTED
+
     run = Run(directory, {**asdict(cfg), **derived}, tracker, step, read_only=cfg.eval_only)
-    with run, explain_out_of_memory(plan, bn_group):
+    with guard.watching(run.report), run, explain_out_of_memory(plan, bn_group):
         if cfg.eval_only:
-            metrics = evaluate(plain_model, test_loader, to_input, device)
-            run.log(step, metrics)
+            metrics = evaluate_now()
             say(f"evaluated {metrics}")
-            return FINISHED
+            return FINISHED if metrics else PREEMPTED
+        if evaluation_due and not evaluate_now():
+            return stopped(guard.reason)
         progress = Progress(total_steps, step)
         speed = Speed(cfg.global_batch_size)
         for window in train_loader:
@@ -346,7 +381,8 @@ run       {directory}""")
             digest = (totals.digest + (0 if first_of_epoch else digest)) % 2**64
             skipped += totals.skipped
             speed.count(totals.wait_seconds)
-            last, stop = step == total_steps, step == cfg.stop_after
+            last = step == total_steps
+            stop = guard.stopping or (step == cfg.stop_after and not last)
             if step % cfg.log_every == 0 or last or stop:
                 run.log(
                     step,
@@ -361,16 +397,10 @@ run       {directory}""")
                     },
                 )
             progress.update(step, f"loss {totals.loss:.4f}  {speed.examples_per_second:.0f} ex/s")
-            if step % (cfg.eval_every or epoch_steps) == 0 or last:
-                metrics = evaluate(plain_model, test_loader, to_input, device)
-                peak = max(gather_objects(peak_memory_bytes(device)))
-                run.log(step, {**metrics, "perf/peak_memory_bytes": peak})
-                say(
-                    f"epoch {step / epoch_steps:5.1f}  step {step}  train loss {totals.loss:.4f}  "
-                    f"val loss {metrics['val/loss']:.4f}  accuracy {metrics['val/accuracy']:.4f}"
-                )
-                if accelerator.is_main_process:
-                    plot_curves(directory)
+            evaluation_due = step % (cfg.eval_every or epoch_steps) == 0 or last
+            if evaluation_due and not guard.stopping:
+                evaluation_due = not evaluate_now()
+                stop |= guard.stopping
             if step % cfg.save_every == 0 or last or stop:
                 run.flush()  # the metrics are on disk before the checkpoint of the same update
                 checkpoint.save_checkpoint(
@@ -379,16 +409,13 @@ run       {directory}""")
                     model=plain_model,
                     optimizer=optimizer,
                     scaler=accelerator.scaler,
-                    extra={"digest": digest, "skipped": skipped},
+                    extra={"digest": digest, "skipped": skipped, "evaluation_due": evaluation_due},
                     manifest={"recipe": recipe, **derived},
                     keep=cfg.keep_checkpoints,
                 )
-            if stop and not last:
+            if stop:
                 progress.close()
-                run.end("preempted", "--stop-after")
-                say(f"stopped   after update {step}, everything saved. Continue with:")
-                say(continue_command(directory))
-                return PREEMPTED
+                return stopped(guard.reason if guard.stopping else "--stop-after")
             speed.resume()
         progress.close()
 

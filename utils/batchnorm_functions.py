@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from utils.distributed import rank, world_size
+from utils.distributed import collective_timeout, rank, world_size
 
 HALF = (torch.float16, torch.bfloat16)
 LARGE_CHUNK = 2**20  # elements
@@ -26,11 +26,7 @@ _subgroups: dict[int, tuple[weakref.ref, weakref.ref]] = {}
 
 
 def subgroup(ranks: int) -> Any:
-    """The process group of this rank and its neighbours. All ranks make it on their first use.
-
-    A part of the ranks gets the backend's default timeout (NCCL: 10 minutes), whatever the
-    default process group has.
-    """
+    """The process group of this rank and its neighbours. All ranks make it on their first use."""
     world, processes = dist.group.WORLD, world_size()
     if processes % ranks:
         raise RuntimeError(
@@ -43,7 +39,8 @@ def subgroup(ranks: int) -> Any:
     group = known[1]() if known and known[0]() is world else None
     if group is None:
         blocks = [list(range(first, first + ranks)) for first in range(0, processes, ranks)]
-        group = [dist.new_group(block) for block in blocks][rank() // ranks]
+        timeout = collective_timeout()  # else the backend's (NCCL: 10 minutes)
+        group = [dist.new_group(block, timeout) for block in blocks][rank() // ranks]
         _subgroups[ranks] = weakref.ref(world), weakref.ref(group)
     return group
 

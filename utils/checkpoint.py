@@ -17,6 +17,7 @@ from utils.console import warn
 from utils.distributed import gather_objects, on_main_process, rank, world_size
 from utils.errors import ExplainedError, UsageError
 from utils.files import fsync_directory, read_json, read_tensors, write_json
+from utils.marks import mark
 from utils.order import ORDER_VERSION
 from utils.start import seed_dropout
 
@@ -31,7 +32,7 @@ MANIFEST_TYPES = {"step": int, "total_steps": int, "order_version": int, "recipe
 FREE_FLAGS = frozenset(
     "dataset epochs max_steps micro_batch_size num_workers output_dir resume stop_after save_every"
     " keep_checkpoints eval_every log_every eval_only tracker find_unused_parameters comm_hook"
-    " bn_group".split()
+    " bn_group nonfinite hang_timeout".split()
 )
 
 
@@ -69,6 +70,7 @@ def save_checkpoint(
 
     A failure (full disk, lost permission) raises on every process and leaves the older ones.
     """
+    mark("save")
     generators = gather_objects(_generator_states())
 
     def write() -> None:
@@ -113,6 +115,12 @@ def save_checkpoint(
         _remove_hidden(directory)
 
     on_main_process(write)
+    mark("step")
+
+
+def newest_name(directory: Path) -> str:
+    """The newest complete checkpoint of RUN/checkpoints, unread, for a message."""
+    return max((path.name for path in _numbered(directory)), default="none yet")
 
 
 def find_checkpoint(path: Path) -> Checkpoint | None:
@@ -236,10 +244,12 @@ def _generator_states() -> dict[str, torch.Tensor]:
 
 def _write_tensors(path: Path, value: Any) -> dict[str, Any]:
     """Write and sync a file; its size and checksum."""
+    mark("save")
     try:
         with path.open("wb") as file:
             torch.save(value, file)
             file.flush()
+            mark("save")
             os.fsync(file.fileno())
     except RuntimeError as error:  # what torch's writer makes of a full disk
         raise OSError(f"{path.name}: {str(error).splitlines()[0]}") from error

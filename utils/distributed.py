@@ -1,7 +1,8 @@
 """What the other utils need of torch.distributed; everything works without a process group too."""
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -9,6 +10,17 @@ import torch.distributed as dist
 from utils.errors import ExplainedError, UsageError
 
 T = TypeVar("T")
+
+NOTE_TIMEOUT = timedelta(seconds=5)  # for the process that keeps the notes to answer
+_collective_timeout = timedelta(hours=1)  # outlasts a download by rank 0 while the others wait
+
+
+def collective_timeout(at_least: timedelta | None = None) -> timedelta:
+    """After how long a collective gives up; the same for all process groups. Raised on request."""
+    global _collective_timeout
+    if at_least is not None:
+        _collective_timeout = max(_collective_timeout, at_least)
+    return _collective_timeout
 
 
 def world_size() -> int:
@@ -65,3 +77,41 @@ def gather_objects(value: T) -> Sequence[T]:
     values: list = [None] * world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+class NoteBoard:
+    """Short notes between the processes outside of any collective, so when one hangs too.
+
+    They are kept by the store in which the processes have met. Where that is gone, with the
+    launcher or with rank 0, nothing is found and nothing raised.
+    """
+
+    def __init__(self, name: str):
+        self._store: Any = None
+        if world_size() > 1:
+            try:
+                store = dist.distributed_c10d._get_default_store()
+                store = store.clone()  # a connection of its own: the other one may be waiting
+                store.set_timeout(NOTE_TIMEOUT)
+                self._store = dist.distributed_c10d.PrefixStore(name, store)
+            except RuntimeError:  # started by MPI, without a store
+                pass
+
+    def post(self, key: str, text: str) -> None:
+        self._call(lambda store: store.set(key, text), None)
+
+    def read(self, key: str) -> str | None:
+        """The note, or None."""
+        return self._call(lambda store: store.get(key).decode() if store.check([key]) else None)
+
+    def is_first(self, key: str) -> bool:
+        """Whether no process has asked this before."""
+        return self._call(lambda store: store.add(key, 1) == 1, True)
+
+    def _call(self, action: Callable[[Any], Any], otherwise: Any = None) -> Any:
+        if self._store is not None:
+            try:
+                return action(self._store)
+            except (RuntimeError, ValueError):
+                self._store = None
+        return otherwise

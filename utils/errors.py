@@ -9,6 +9,7 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.errors import record
 
 FINISHED, ERROR, WRONG_USAGE, PREEMPTED = 0, 1, 2, 75
+ends_the_process = False  # whether the process ends with `main`, which exit_with has called
 PRINT_SECONDS = 10.0  # for the first process to come to the same usage error and print it
 
 
@@ -21,7 +22,12 @@ class UsageError(ValueError):
 
 
 class ExplainedError(RuntimeError):
-    """A failure whose message says what to do: printed as one line, without a traceback."""
+    """A failure whose message says what to do: printed as one line, without a traceback.
+
+    quiet: not printed here, because another process has the same one and prints it.
+    """
+
+    quiet = False
 
 
 def check_flags(
@@ -45,6 +51,8 @@ def exit_with(main: Callable[[], int]) -> None:
     UsageError becomes one line and exit code 2, ExplainedError one line and 1; any other
     exception keeps its traceback (and exit code 1). All go to the launcher's summary.
     """
+    global ends_the_process
+    ends_the_process = True
     try:
         code = record(main)()
     except UsageError as error:
@@ -54,7 +62,8 @@ def exit_with(main: Callable[[], int]) -> None:
             time.sleep(PRINT_SECONDS)
         code = WRONG_USAGE
     except ExplainedError as error:
-        rank = os.environ.get("RANK", "0")
-        print(f"error: [rank {rank}] {error}", file=sys.stderr, flush=True)
+        if not error.quiet:
+            rank = os.environ.get("RANK", "0")
+            print(f"error: [rank {rank}] {error}", file=sys.stderr, flush=True)
         code = ERROR
     sys.exit(code)

@@ -93,6 +93,21 @@ def _new_directory(script: str) -> Path:
     return directory
 
 
+def launcher_pid() -> int:
+    """Process id of the launcher that is the parent of this process, 0 when it is none."""
+    try:
+        parent = psutil.Process().parent()
+        line = parent.cmdline() if parent is not None else []
+    except psutil.Error:
+        line = []
+    launched = bool(line) and ("TORCHELASTIC_RUN_ID" in os.environ or _is_launcher(line))
+    return os.getppid() if launched else 0
+
+
+def _is_launcher(line: list[str]) -> bool:
+    return any(Path(word).name in LAUNCHERS or word in LAUNCHER_MODULES for word in line)
+
+
 def _typed_command() -> list[str]:
     """The command line of the launcher that started this process, or of the process itself."""
     flags = sys.argv[1:]
@@ -109,7 +124,7 @@ def _typed_command() -> list[str]:
     process = psutil.Process()
     for ancestor in process.parents()[:2]:
         head = head_of(ancestor)
-        if any(Path(word).name in LAUNCHERS or word in LAUNCHER_MODULES for word in head):
+        if _is_launcher(head):
             # The kernel shows a launcher that is a Python script as `python /path/launcher`.
             if "python" in Path(head[0]).name.lower() and Path(head[1]).name in LAUNCHERS:
                 head = head[1:]

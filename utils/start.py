@@ -24,12 +24,12 @@ from accelerate.utils import (
     parse_flag_from_env,
 )
 
+from utils.distributed import collective_timeout
 from utils.errors import UsageError
 from utils.order import hash64
 
 CPU_LAUNCH = "accelerate launch --config_file accelerate_configs/cpu_2.yaml SCRIPT"
 GPU_LAUNCH = "accelerate launch --config_file accelerate_configs/multi_gpu.yaml SCRIPT"
-COLLECTIVE_TIMEOUT = timedelta(hours=1)  # outlasts a download by rank 0 while the others wait
 # How many processes were started, says torchrun or one of three kinds of MPI.
 WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 ENGINES = {
@@ -40,13 +40,14 @@ ENGINES = {
 
 
 def open_accelerator(
-    *, find_unused_parameters: bool = False, comm_hook: str = "none"
+    *, find_unused_parameters: bool = False, comm_hook: str = "none", hang_timeout: float = 0.0
 ) -> Accelerator:
     """The Accelerator of this process, its world checked and its threads set.
 
     Args:
         find_unused_parameters: passed to DistributedDataParallel.
         comm_hook: "none", "bf16" or "fp16": how DistributedDataParallel sends gradients.
+        hang_timeout: seconds (utils/guard.py); collectives give up well after it only.
 
     Raises UsageError when the processes, devices, engine or precision are not those that the
     launcher was asked for. The number of accumulation steps is set by the script, when known.
@@ -69,7 +70,7 @@ def open_accelerator(
                 find_unused_parameters=find_unused_parameters,
                 comm_hook=DDPCommunicationHookType(hook),
             ),
-            InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT),
+            InitProcessGroupKwargs(timeout=collective_timeout(timedelta(seconds=6 * hang_timeout))),
         ],
     )
     _check_engine(accelerator.distributed_type)

@@ -53,6 +53,7 @@ class Run:
         self._is_main = rank() == 0
         self._read_only = read_only
         self._ended: tuple[str, str] | None = None
+        self._state, self._lock = ("running", ""), threading.RLock()
         self._closed = threading.Event()
         self._heartbeat = threading.Thread(target=self._beat, daemon=True)
         on_main_process(lambda: self._open({**config, **environment()}, tracker))
@@ -137,13 +138,21 @@ class Run:
             self._write_status(*(self._ended or ("failed", "ended without a word")))
             self._tracker.finish()
 
+    def report(self, state: str, reason: str) -> None:
+        """What status.json says from now on until the end; from any thread (utils/guard.py)."""
+        with self._lock:
+            self._state = (state, reason)
+            if not self._read_only and not self._closed.is_set():
+                self._write_status(state, reason)
+
     def tracker_line(self) -> str:
         """How to look at the tracker's run, for the end of the console output; "" without."""
         return self._tracker.line() if self._is_main else ""
 
     def _beat(self) -> None:
         while not self._closed.wait(HEARTBEAT_SECONDS):
-            self._write_status("running", "")
+            with self._lock:
+                self._write_status(*self._state)
 
     def _write_status(self, state: str, reason: str) -> None:
         status = {"state": state, "step": self.step, "reason": reason}

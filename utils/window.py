@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from utils.distributed import all_reduce_sum, world_size
+from utils.marks import mark
 from utils.order import MicroBatchSampler, digest
 
 Batch = dict[str, torch.Tensor]
@@ -29,7 +30,23 @@ class Totals(NamedTuple):
     grad_norm: float  # of the global gradient, before clipping
     digest: int  # of the samples consumed (utils/order.py)
     wait_seconds: float  # mean over the processes of the time spent waiting for this window
-    skipped: bool = False  # whether the update left the weights as they were
+    skipped: bool = False  # whether the update left (or must leave) the weights as they were
+    stop: bool = False  # whether a process has been told to stop
+    bad_losses: int = 0  # processes whose own loss is NaN or infinite
+    bad_grad_norm: bool = False  # whether the gradient's norm is, on any process
+
+
+class MicroBatches(list[Batch]):
+    """A window's micro-batches; handing one out marks where this process stands."""
+
+    def __init__(self, batches: list[Batch], step: int):
+        super().__init__(batches)
+        self.step = step
+
+    def __iter__(self) -> Iterator[Batch]:
+        for micro_step, batch in enumerate(super().__iter__(), start=1):
+            mark("forward", self.step, micro_step)
+            yield batch
 
 
 @dataclass
@@ -43,6 +60,7 @@ class Window:
         scale: 0-d tensor P * A / total, the factor of each micro-step's loss sum.
         digest: of this process's samples.
         wait_seconds: how long this process waited for the data.
+        losses: this process's loss sums as `reduce` was given them, on the device.
     """
 
     step: int
@@ -52,32 +70,42 @@ class Window:
     scale: torch.Tensor
     digest: int
     wait_seconds: float
+    losses: torch.Tensor | None = None
 
-    def reduce(self, loss_sum: torch.Tensor, grad_norm: torch.Tensor) -> Totals:
+    def reduce(self, losses: torch.Tensor, grad_norm: torch.Tensor, stop: bool = False) -> Totals:
         """Sum the update's figures over all processes: one reduction, and its one host read.
 
         Args:
-            loss_sum: 0-d, this process's sum of losses over the window.
+            losses: this process's sums of losses, 0-d for the window or one for each micro-step.
             grad_norm: 0-d, of the gradient after its synchronisation, equal on all processes.
+            stop: whether this process has been told to stop (utils/guard.py).
         """
-        device = _float64_device(loss_sum.device)
+        mark("reduce", self.step)
+        device = _float64_device(losses.device)
+        self.losses = losses.detach().to(device, torch.float64).reshape(-1)
+        norm = grad_norm.detach().to(device, torch.float64).reshape(1)
+        bad_loss = self.losses.isfinite().all().logical_not().double().reshape(1)
+        bad_norm = norm.isfinite().logical_not().double()
         # The digest travels as two 32-bit halves, whose sums float64 holds exactly.
-        own = [float(self.digest >> 32), float(self.digest & 0xFFFFFFFF), self.wait_seconds]
-        sums = torch.cat(
-            [
-                loss_sum.detach().to(device, torch.float64).reshape(1),
-                torch.tensor(own, dtype=torch.float64).to(device, non_blocking=True),
-            ]
-        )
-        all_reduce_sum(sums)
-        shared = torch.stack([self.total.to(device).double(), grad_norm.to(device).double()])
-        loss, high, low, wait, count, norm = torch.cat([sums, shared]).tolist()  # the host read
+        host = [float(self.digest >> 32), float(self.digest & 0xFFFFFFFF), self.wait_seconds, stop]
+        own = torch.tensor(host, dtype=torch.float64).to(device, non_blocking=True)
+        sums = all_reduce_sum(torch.cat([self.losses.sum().reshape(1), bad_loss, bad_norm, own]))
+        shared = torch.cat([self.total.to(device).double().reshape(1), norm])
+        # The host read.
+        loss, bad_losses, bad_norms, high, low, wait, stops, count, grad_norm_ = torch.cat(
+            [sums, shared]
+        ).tolist()
+        mark("step", self.step)
         return Totals(
             count=int(count),
             loss=loss / count if count else math.nan,
-            grad_norm=norm,
+            grad_norm=grad_norm_,
             digest=((int(high) << 32) + int(low)) % (1 << 64),
             wait_seconds=wait / world_size(),
+            skipped=not count,  # nothing to learn from
+            stop=stops > 0,
+            bad_losses=int(bad_losses),
+            bad_grad_norm=bad_norms > 0,
         )
 
 
@@ -112,20 +140,25 @@ class WindowLoader:
         for step in range(self.sampler.start_step + 1, self.sampler.total_steps + 1):
             start_time = time.perf_counter()
             epoch = self.sampler.epoch_of(step)
-            fetched = [next(micro_batches) for _ in range(plan.accumulation)]
+            fetched = []
+            for micro_step in range(1, plan.accumulation + 1):
+                mark("data", step, micro_step)
+                fetched.append(next(micro_batches))
             batches = [self.transform(to_device(batch, self.device), epoch) for batch in fetched]
             wait_seconds = time.perf_counter() - start_time
+            mark("reduce counts", step)
             total = torch.stack([self.count_valid(batch) for batch in batches]).sum()
             all_reduce_sum(total)
             yield Window(
                 step=step,
                 epoch=epoch,
-                batches=batches,
+                batches=MicroBatches(batches, step),
                 total=total,
                 scale=plan.num_processes * plan.accumulation / total.clamp(min=1),
                 digest=digest(torch.cat([batch["id"] for batch in fetched])),
                 wait_seconds=wait_seconds,
             )
+        mark("finish")
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

@@ -1,0 +1,42 @@
+"""Where this process stands in the current update: written by the work, read by utils/hang.py.
+
+A mark costs an assignment. The utils that do the work set them; a script may set more, where
+something of its own takes long.
+"""
+
+from typing import NamedTuple
+
+# In the order of one update; "reduce counts" waits for the window's number of valid elements.
+PHASES = (
+    "start",
+    "data",
+    "reduce counts",
+    "forward",
+    "backward",
+    "reduce",
+    "step",
+    "evaluate",
+    "evaluate reduce",
+    "save",
+    "finish",
+)
+
+
+class Mark(NamedTuple):
+    count: int  # of all marks so far: another number is progress
+    step: int
+    micro_step: int  # from 1; in an evaluation the batch; 0 where there is none
+    phase: str
+
+
+_latest = Mark(0, 0, 0, "start")
+
+
+def mark(phase: str, step: int | None = None, micro_step: int = 0) -> None:
+    """This process is about to do `phase`, one of PHASES; of the same update when none is given."""
+    global _latest
+    _latest = Mark(_latest.count + 1, _latest.step if step is None else step, micro_step, phase)
+
+
+def latest() -> Mark:
+    return _latest
