@@ -203,6 +203,7 @@ def main(cfg: Config) -> int:
         DataLoader,
         collate_fn=as_it_is,
         num_workers=cfg.num_workers,
+        persistent_workers=cfg.num_workers > 0,
         pin_memory=device.type == "cuda",
         generator=torch.Generator(),  # its own: each iteration would draw from the global one
     )
@@ -407,7 +408,6 @@ run       {directory}""")
         run.end("finished")
     say(f"finished  {directory}: metrics.jsonl, curves.png, model/model.safetensors")
     say(run.tracker_line())
-    accelerator.end_training()  # closes the process group
     return FINISHED
 
 

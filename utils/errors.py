@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 FINISHED, ERROR, WRONG_USAGE, PREEMPTED = 0, 1, 2, 75
@@ -47,6 +48,8 @@ def exit_with(main: Callable[[], int]) -> None:
     """
     try:
         code = record(main)()
+        if dist.is_initialized():
+            dist.destroy_process_group()
     except UsageError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)
