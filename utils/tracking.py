@@ -63,7 +63,8 @@ class Run:
             self.directory.mkdir(parents=True, exist_ok=True)
             entries = [e for e in read_json_lines(path) if isinstance(e.get("step"), int)]
             if self._read_only:  # it may be running: its file is not replaced under its hands
-                torn = path.exists() and not path.read_bytes().endswith((b"\n", b""))
+                content = path.read_bytes() if path.exists() else b""
+                torn = content and not content.endswith(b"\n")
                 self._metrics = path.open("a", encoding="utf-8")
                 self._metrics.write("\n" if torn else "")
             else:
