@@ -407,7 +407,14 @@ def wandb_config(path: Path) -> dict:
 
 
 def offline_runs(directory: Path) -> list[Path]:
-    return sorted((directory / "wandb").glob("offline-run-*/*.wandb"))
+    """The record files, once wandb's own process has written them to their ends."""
+    paths = sorted((directory / "wandb").glob("offline-run-*/*.wandb"))
+    deadline = time.monotonic() + 60
+    for path in paths:
+        while "exit" not in [record.WhichOneof("record_type") for record in wandb_records(path)]:
+            assert time.monotonic() < deadline, path
+            threading.Event().wait(0.05)
+    return paths
 
 
 def run_with_wandb(directory: Path, steps: list[int], resume_step: int) -> str:
@@ -463,17 +470,37 @@ def test_wandb_offline_in_two_processes_and_after_a_resume(pool, tmp_path):
 
 def test_offline_without_a_key(tmp_path, monkeypatch):
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    for name in ("WANDB_API_KEY", "WANDB_BASE_URL"):
-        monkeypatch.delenv(name, raising=False)
-    assert not trackers._has_wandb_key()
-    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password x\n")
-    assert trackers._has_wandb_key()
-    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org/")
-    assert not trackers._has_wandb_key()
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    url = "https://api.example.org/"
+    assert not trackers._has_wandb_key(url)
+    (tmp_path / "netrc").write_text("machine api.example.org login user password x\n")
+    (tmp_path / "netrc").chmod(0o600)
+    assert trackers._has_wandb_key(url) and trackers._has_wandb_key("https://api.example.org")
+    assert not trackers._has_wandb_key("https://wandb.example.org/")
     (tmp_path / "netrc").write_text("garbage")
-    assert not trackers._has_wandb_key()
+    assert not trackers._has_wandb_key(url)
     monkeypatch.setenv("WANDB_API_KEY", "x")
-    assert trackers._has_wandb_key()
+    assert trackers._has_wandb_key(url)
+
+
+def run_out_of_reach(directory: Path) -> str:
+    from accelerate import PartialState
+
+    PartialState(cpu=True)
+    os.environ.update(WANDB_API_KEY=SECRETS["WANDB_API_KEY"], WANDB_BASE_URL="http://127.0.0.1:9")
+    with Run(directory, CONFIG, "wandb") as run:
+        log_steps(run, [1, 2])
+        run.end("finished")
+    assert run._tracker.failures == 0
+    return run.tracker_line()
+
+
+@pytest.mark.slow  # the timeout is 20 s
+def test_a_server_out_of_reach_leaves_an_offline_run(pool, tmp_path):
+    (line,) = pool.run(1, run_out_of_reach, tmp_path)
+    (path,) = offline_runs(tmp_path)
+    assert str(path.parent) in line and sorted(wandb_history(path)) == [1, 2]
+    assert not any(b"0123456789abcdef" in content for content in contents(tmp_path).values())
 
 
 class Flaky:

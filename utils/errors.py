@@ -22,6 +22,11 @@ class ExplainedError(RuntimeError):
     """A failure whose message says what to do: printed as one line, without a traceback."""
 
 
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, or its kind when it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def check_flags(
     flags: dict[str, Any], *, positive: str = "", not_negative: str = "", below_one: str = ""
 ) -> None:
