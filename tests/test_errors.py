@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,14 @@ from utils.distributed import (
     rank,
     world_size,
 )
-from utils.errors import ExplainedError, UsageError, check_flags, exit_with, first_line
+from utils.errors import (
+    LINGER_SECONDS,
+    ExplainedError,
+    UsageError,
+    check_flags,
+    exit_with,
+    first_line,
+)
 from utils.files import read_json, read_json_lines, read_tensors, write_json, write_text
 
 # ---- Flags and exit codes ----------------------------------------------------------------------
@@ -74,8 +82,10 @@ def test_exit_codes_and_one_line(monkeypatch, capfd, outcome, code, message):
 def test_one_process_of_a_machine_prints_what_all_know(monkeypatch, capfd):
     monkeypatch.setenv("RANK", "9")
     monkeypatch.setenv("LOCAL_RANK", "1")
+    waited = []
+    monkeypatch.setattr(time, "sleep", waited.append)  # until the other one has printed
     assert leave(UsageError("--lr")) == 2
-    assert capfd.readouterr().err == ""
+    assert capfd.readouterr().err == "" and waited == [LINGER_SECONDS]
     monkeypatch.delenv("RANK")
     monkeypatch.delenv("LOCAL_RANK")
     assert leave(ExplainedError("x")) == 1

@@ -2,12 +2,14 @@
 
 import os
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
 FINISHED, ERROR, WRONG_USAGE, PREEMPTED = 0, 1, 2, 75
+LINGER_SECONDS = 2.0
 
 
 class UsageError(ValueError):
@@ -48,11 +50,21 @@ def exit_with(main: Callable[[], int]) -> None:
     UsageError becomes one line and exit code 2, ExplainedError one line and 1; any other
     exception keeps its traceback (and exit code 1). All go to the launcher's summary.
     """
+
+    @record  # writes the error into the file that the launcher reads
+    def recorded() -> int:
+        try:
+            return main()
+        except (UsageError, ExplainedError) as error:
+            raise error.with_traceback(None) from None  # the message says it all
+
     try:
-        code = record(main)()
+        code = recorded()
     except UsageError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(LINGER_SECONDS)  # the first exit makes the launcher end the one that prints
         code = WRONG_USAGE
     except ExplainedError as error:
         rank = os.environ.get("RANK", "0")
