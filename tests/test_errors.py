@@ -21,7 +21,7 @@ from utils.distributed import (
     world_size,
 )
 from utils.errors import (
-    LINGER_SECONDS,
+    PRINT_SECONDS,
     ExplainedError,
     UsageError,
     check_flags,
@@ -85,7 +85,7 @@ def test_one_process_of_a_machine_prints_what_all_know(monkeypatch, capfd):
     waited = []
     monkeypatch.setattr(time, "sleep", waited.append)  # until the other one has printed
     assert leave(UsageError("--lr")) == 2
-    assert capfd.readouterr().err == "" and waited == [LINGER_SECONDS]
+    assert capfd.readouterr().err == "" and waited == [PRINT_SECONDS]
     monkeypatch.delenv("RANK")
     monkeypatch.delenv("LOCAL_RANK")
     assert leave(ExplainedError("x")) == 1

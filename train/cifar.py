@@ -20,30 +20,27 @@ import torch.nn.functional as F
 import torchvision
 import tyro
 from torch.utils.data import BatchSampler, DataLoader, Dataset
+from torchvision.models.resnet import BasicBlock, Bottleneck
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root: utils/ needs no install
 
-from utils.batchnorm import convert_batchnorm, resolve_group
-
 from utils import checkpoint
+from utils.augment import normalise, random_crop_flip
+from utils.batchnorm import convert_batchnorm, resolve_group
 from utils.console import Progress, say
 from utils.distributed import gather_objects, on_main_process
 from utils.errors import FINISHED, PREEMPTED, UsageError, check_flags, exit_with
 from utils.export import export_model
 from utils.metrics import Speed, Sums, peak_memory_bytes
 from utils.models import check_forward, load_weights, read_initial_weights, torchvision_model
-from utils.order import (
-    MicroBatchSampler,
-    SampleOrder,
-    ShardSampler,
-    random_integers,
-    steps_per_epoch,
-)
+from utils.order import MicroBatchSampler, SampleOrder, ShardSampler, steps_per_epoch
 from utils.plan import explain_out_of_memory, plan_batches
 from utils.plots import plot_curves
+from utils.rundir import choose_directory, continue_command
 from utils.small_images import Split, load_small_images
 from utils.start import open_accelerator, seed_dropout, world_line
-from utils.tracking import Run, check_tracker, choose_directory, continue_command, is_finished
+from utils.trackers import check_tracker
+from utils.tracking import Run, is_finished
 from utils.window import Batch, Totals, Window, WindowLoader, to_device
 
 BatchNormGroup = int | Literal["auto", "device", "global"]
@@ -64,7 +61,7 @@ class Config:
     micro_batch_size: int = 0  # examples per process per forward; 0 = global/processes
     epochs: int = 30  # passes over the training set
     max_steps: int = 0  # updates, at most, the schedule cut too; 0 = as epochs says
-    lr: float = 0.1  # peak learning rate at the reference batch
+    lr: float = 0.2  # peak learning rate at the reference batch
     lr_reference_batch: int = 256  # examples; the rate is lr * global_batch_size / N; 0 = lr as is
     warmup_fraction: float = 0.05  # share of all updates spent in linear warm-up
     momentum: float = 0.9  # Nesterov momentum
@@ -74,9 +71,7 @@ class Config:
     seed: int = 0  # of weights, sample order and augmentation
     # Run
     output_dir: str = ""  # the run directory; default runs/cifar-<date-time>
-    resume: str = (
-        "auto"  # auto = newest checkpoint in the run directory, never, a run, a checkpoint
-    )
+    resume: str = "auto"  # auto = newest checkpoint in the run directory; never; or a path
     stop_after: int = 0  # save and stop after update N, as a preemption would; 0 = off
     eval_only: bool = False  # evaluate the resumed checkpoint, write the metrics, exit
     save_every: int = 500  # updates between checkpoints; one at the end in any case
@@ -111,48 +106,15 @@ def as_it_is(batch: Batch) -> Batch:
     return batch
 
 
-def crop_and_flip(batch: Batch, epoch: int, *, seed: int, flip: bool) -> Batch:
-    """Random crop after reflecting an eighth of the size at the borders, and mirror image.
-
-    One gather for the whole batch of uint8 images (B, 3, H, W), on their device. The random
-    numbers belong to (seed, epoch, sample), so any layout sees the same images.
-    """
-    images, ids = batch["image"], batch["id"]
-    height, width = images.shape[-2:]
-    pad = max(1, height // 8)
-    draw = partial(random_integers, ids, seed=seed, epoch=epoch)
-    top = draw(2 * pad + 1, stream=0)[:, None] - pad  # (B, 1)
-    left = draw(2 * pad + 1, stream=1)[:, None] - pad
-    columns = torch.arange(width, device=images.device).expand(len(ids), -1)  # (B, W)
-    if flip:
-        columns = torch.where(draw(2, stream=2)[:, None] == 1, width - 1 - columns, columns)
-    rows = reflect(top + torch.arange(height, device=images.device), height)  # (B, H)
-    columns = reflect(left + columns, width)
-    sample = torch.arange(len(ids), device=images.device)[:, None, None]
-    cropped = images.permute(0, 2, 3, 1)[sample, rows[:, :, None], columns[:, None, :]]
-    return {**batch, "image": cropped.permute(0, 3, 1, 2)}  # channels_last (B, 3, H, W)
-
-
-def reflect(index: torch.Tensor, size: int) -> torch.Tensor:
-    """Indices outside [0, size) mirrored back at the border."""
-    index = index.abs()
-    return size - 1 - (size - 1 - index).abs()
-
-
-def normalise(batch: Batch, mean: list[float], std: list[float]) -> Batch:
-    """uint8 images to floats of the default type, as the model wants them."""
-    images = batch["image"].to(torch.get_default_dtype(), memory_format=torch.channels_last)
-    scale = images.new_tensor(std).mul(255).reshape(3, 1, 1)
-    shift = images.new_tensor(mean).mul(255).reshape(3, 1, 1)
-    return {**batch, "image": (images - shift) / scale}
-
-
 # ---- Model -----------------------------------------------------------------------------------
 
 
 def build_model(name: str, num_classes: int, image_size: int) -> torch.nn.Module:
     """A torchvision model; a ResNet for small images gets a 3x3 stem and no max-pool."""
     model = torchvision_model(name, num_classes)
+    for block in model.modules():  # blocks start as the identity (Goyal et al. 2017, section 5.1)
+        if isinstance(block, (BasicBlock, Bottleneck)):
+            torch.nn.init.zeros_(getattr(block, "bn3", block.bn2).weight)
     if isinstance(model, torchvision.models.ResNet) and image_size <= 64:
         model.conv1 = torch.nn.Conv2d(3, model.conv1.out_channels, 3, padding=1, bias=False)
         torch.nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
@@ -244,10 +206,16 @@ def main(cfg: Config) -> int:
         pin_memory=device.type == "cuda",
         generator=torch.Generator(),  # its own: each iteration would draw from the global one
     )
-    to_input = partial(normalise, mean=data.mean, std=data.std)
+
+    def to_input(batch: Batch) -> Batch:
+        return {**batch, "image": normalise(batch["image"], data.mean, data.std)}
 
     def augment(batch: Batch, epoch: int) -> Batch:
-        return to_input(crop_and_flip(batch, epoch, seed=cfg.seed, flip=data.flip))
+        numbers = {"seed": cfg.seed, "epoch": epoch}  # with the ids: the same in any layout
+        images = random_crop_flip(
+            batch["image"], batch["id"], **numbers, padding=image_size // 8, flip=data.flip
+        )
+        return to_input({**batch, "image": images})
 
     train_loader = WindowLoader(
         make_loader(train_set, batch_sampler=sampler), device, count_valid, augment
@@ -273,7 +241,7 @@ def main(cfg: Config) -> int:
 
     # ---- Optimizer ---------------------------------------------------------------------------
     lr_used = cfg.lr * (cfg.global_batch_size / (cfg.lr_reference_batch or cfg.global_batch_size))
-    warmup_steps = round(cfg.warmup_fraction * total_steps)
+    warmup_steps = min(round(cfg.warmup_fraction * total_steps), total_steps - 1)
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim <= 1]  # biases and norms: no decay
     optimizer = torch.optim.SGD(
@@ -362,19 +330,6 @@ run       {directory}""")
         "data_fingerprint": data.fingerprint,
     }
 
-    def save() -> None:
-        run.flush()  # metrics up to this update are on disk before its checkpoint is
-        checkpoint.save_checkpoint(
-            directory / "checkpoints",
-            step,
-            model=plain_model,
-            optimizer=optimizer,
-            scaler=accelerator.scaler,
-            extra={"digest": digest, "skipped": skipped},
-            manifest={"recipe": recipe, **derived},
-            keep=cfg.keep_checkpoints,
-        )
-
     run = Run(directory, {**asdict(cfg), **derived}, tracker, step, read_only=cfg.eval_only)
     with run, explain_out_of_memory(plan, bn_group):
         if cfg.eval_only:
@@ -414,9 +369,20 @@ run       {directory}""")
                     f"epoch {step / epoch_steps:5.1f}  step {step}  train loss {totals.loss:.4f}  "
                     f"val loss {metrics['val/loss']:.4f}  accuracy {metrics['val/accuracy']:.4f}"
                 )
-                plot_curves(directory)
+                if accelerator.is_main_process:
+                    plot_curves(directory)
             if step % cfg.save_every == 0 or last or stop:
-                save()
+                run.flush()  # the metrics are on disk before the checkpoint of the same update
+                checkpoint.save_checkpoint(
+                    directory / "checkpoints",
+                    step,
+                    model=plain_model,
+                    optimizer=optimizer,
+                    scaler=accelerator.scaler,
+                    extra={"digest": digest, "skipped": skipped},
+                    manifest={"recipe": recipe, **derived},
+                    keep=cfg.keep_checkpoints,
+                )
             if stop and not last:
                 progress.close()
                 run.end("preempted", "--stop-after")
@@ -441,6 +407,7 @@ run       {directory}""")
         run.end("finished")
     say(f"finished  {directory}: metrics.jsonl, curves.png, model/model.safetensors")
     say(run.tracker_line())
+    accelerator.end_training()  # closes the process group
     return FINISHED
 
 

@@ -11,29 +11,28 @@ groups of the window, so they are the same on every rank and in every layout.
     ...                                                        # forwards and backwards of a window
     plan.update_running_statistics()                           # or plan.discard_statistics()
 
-In shape comments: B examples of this rank's micro-batch, C channels, R ranks that share.
+In shape comments: C channels. The arithmetic is in utils/batchnorm_functions.py.
 """
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from utils.distributed import all_reduce_sum, broadcast_object, rank, world_size
+from utils.batchnorm_functions import (
+    GhostSplit,
+    at_least_float32,
+    chunked,
+    row_dtype,
+    subgroup,
+    synchronised,
+)
+from utils.distributed import all_reduce_sum, broadcast_object, world_size
 from utils.errors import UsageError
-
-HALF = (torch.float16, torch.bfloat16)
-
-
-# ---- Layout: which examples share -----------------------------------------------------------
 
 
 def resolve_group(group: int | str, micro_batch_size: int, num_processes: int) -> tuple[int, str]:
@@ -43,18 +42,16 @@ def resolve_group(group: int | str, micro_batch_size: int, num_processes: int) -
     processes). UsageError where the layout cannot honour it.
     """
     m, processes = micro_batch_size, num_processes
+    advice = ""
     if group == "auto":
-        advice = (
-            f"bn_group=auto: each process normalises its own {m} examples, so the result depends on"
-            " the layout; set bn_group to a number, or to global if training is unstable"
-        )
         group = "global" if processes > 1 and m < 16 else "device"
-        return (
-            m * processes if group == "global" else m,
-            advice if 16 <= m < 64 < 64 * processes else "",
-        )
+        if processes > 1 and 16 <= m < 64:
+            advice = (
+                f"bn_group=auto: each process normalises its own {m} examples, so the result "
+                "depends on the layout; set a number, or global if training is unstable"
+            )
     if group in ("device", "global"):
-        return m * processes if group == "global" else m, ""
+        return m * processes if group == "global" else m, advice
     if not str(group).isdecimal() or int(group) < 1:
         raise UsageError(f"bn_group={group} is not a positive number, auto, device or global")
     size = int(group)
@@ -68,211 +65,6 @@ def resolve_group(group: int | str, micro_batch_size: int, num_processes: int) -
             f"use {' or '.join(map(str, nearest))}"
         )
     return size, ""
-
-
-# Ranks that share -> (the default process group it was made under, the subgroup of this rank).
-# Layers know the number of ranks only: what holds a process group can't be copied or pickled.
-_subgroups: dict[int, tuple[weakref.ref, Any]] = {}
-
-
-def _subgroup(ranks: int) -> Any:
-    """The process group of this rank and its neighbours. All ranks make it on their first use."""
-    world, processes = dist.group.WORLD, world_size()
-    if processes % ranks:
-        raise RuntimeError(
-            f"this BatchNorm was converted to share statistics over {ranks} processes, but here "
-            f"are {processes}: call convert_batchnorm again, or revert_batchnorm"
-        )
-    if ranks == processes:
-        return world
-    if ranks not in _subgroups or _subgroups[ranks][0]() is not world:
-        blocks = [list(range(first, first + ranks)) for first in range(0, processes, ranks)]
-        groups = [dist.new_group(block) for block in blocks]
-        _subgroups[ranks] = (weakref.ref(world), groups[rank() // ranks])
-    return _subgroups[ranks][1]
-
-
-# ---- Arithmetic -----------------------------------------------------------------------------
-# Each implementation returns the output and a row (2C + 1): the sum over its groups of the means
-# and of the unbiased variances, and the number of groups. The rows of a window are added up.
-
-
-def _row_dtype(x: Tensor) -> torch.dtype:
-    return torch.float32 if x.device.type == "mps" else torch.float64
-
-
-def _statistics_dtype(x: Tensor) -> torch.dtype:
-    return torch.float32 if x.dtype in HALF else x.dtype
-
-
-def _at_least_float32(vector: Tensor | None) -> Tensor | None:
-    return vector.float() if vector is not None and vector.dtype in HALF else vector
-
-
-def _chunks(x: Tensor, weight, bias, eps: float, group: int) -> tuple[Tensor, Tensor]:
-    """Plain BatchNorm of each chunk of `group` examples of x (B, C, ...), by torch's own op."""
-    chunks, channels = x.split(group), x.shape[1]
-    rows = x.new_zeros(len(chunks), 2 * channels + 1, dtype=_statistics_dtype(x))
-    rows[:, -1] = 1 if len(x) else 0
-    outputs = []
-    for chunk, row in zip(chunks, rows, strict=True):
-        # Momentum 1 writes this chunk's mean and unbiased variance over the zeros.
-        mean, variance = row[:channels], row[channels:-1]
-        outputs.append(F.batch_norm(chunk, mean, variance, weight, bias, True, 1.0, eps))
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs), rows.sum(0)
-
-
-class _GhostSplit(torch.autograd.Function):
-    """`_chunks` without its copies: each chunk's result is written into its slice of the whole
-    (torch.cat is one more pass over the data, forward and backward)."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, eps, group):
-        chunks, channels = x.split(group), x.shape[1]
-        if len(chunks[-1]) * x[0, 0].numel() == 1:
-            raise ValueError(f"one value per channel in the last chunk of {tuple(x.shape)}")
-        output = torch.empty_like(x)
-        rows = x.new_zeros(len(chunks), 2 * channels + 1, dtype=_statistics_dtype(x))
-        rows[:, -1] = 1
-        saved = rows.new_empty(len(chunks), 2, channels)  # mean, 1 / deviation
-        for chunk, out, row, save in zip(chunks, output.split(group), rows, saved, strict=True):
-            mean, variance = row[:channels], row[channels:-1]
-            out = (out, *save)
-            torch.native_batch_norm(chunk, weight, bias, mean, variance, True, 1.0, eps, out=out)
-        ctx.save_for_backward(x, weight, saved)
-        ctx.eps, ctx.group = eps, group
-        row = rows.sum(0)
-        ctx.mark_non_differentiable(row)
-        return output, row
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy, _):
-        x, weight, saved = ctx.saved_tensors
-        dx, sums = torch.empty_like(x), saved.new_zeros(2, x.shape[1])
-        mask = [True, weight is not None, weight is not None]
-        parts = (tensor.split(ctx.group) for tensor in (dx, dy, x))
-        for dx_chunk, dy_chunk, chunk, save in zip(*parts, saved, strict=True):
-            gradient, *of_parameters = torch.ops.aten.native_batch_norm_backward(
-                dy_chunk, chunk, weight, None, None, *save, True, ctx.eps, mask
-            )
-            dx_chunk.copy_(gradient)
-            if weight is not None:
-                sums += torch.stack(of_parameters)
-        return _needed(ctx, dx, *sums)
-
-
-def _needed(ctx, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Gradients of (x, weight, bias), None where none is wanted, and for two more arguments."""
-    pairs = zip(gradients, ctx.needs_input_grad, strict=False)
-    return *(gradient if needed else None for gradient, needed in pairs), None, None
-
-
-class _Synchronised(torch.autograd.Function):
-    """BatchNorm of x (B, C, ...) over the micro-batches of R ranks; B may differ, and may be 0.
-
-    One collective forward, one backward (if x needs a gradient); the gradients of weight and bias
-    stay local, DDP sums them. On CUDA the passes over x are the kernels of torch.nn.SyncBatchNorm
-    (torch/nn/modules/_functions.py). Elsewhere x is first shifted by a centre near its mean, so
-    that float32 stays exact where the mean is much larger than the deviation. Whatever has C
-    elements is float64. The host reads nothing.
-    """
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, eps, ranks):
-        x = _dense(x) if x.is_cuda else x
-        dims, channels = [d for d in range(x.dim()) if d != 1], x.shape[1]
-        count, shifted = x.numel() // channels, x
-        centre = x.new_zeros(channels, dtype=_statistics_dtype(x))
-        local = x.new_zeros(2 * channels + 1, dtype=_row_dtype(x))  # mean, M2, count
-        local[-1] = count
-        if count and x.is_cuda:
-            local[:channels], invstd = torch.batch_norm_stats(x, eps)
-            local[channels:-1] = (invstd.to(local.dtype).pow(-2) - eps).clamp(min=0) * count
-        elif count:
-            centre = x.mean(dims, dtype=centre.dtype)
-            shifted = x - _per_channel(x, centre)[0]
-            offset = shifted.mean(dims).to(local.dtype)
-            local[:channels] = centre + offset
-            local[channels:-1] = (shifted * shifted).sum(dims) - count * offset.square()
-
-        gathered = local.new_empty(ranks, len(local))
-        # The second name is deprecated from torch 2.14 on, the first is missing before.
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        gather(gathered.view(-1), local, group=_subgroup(ranks))
-        means, squares, counts = gathered.split([channels, channels, 1], dim=1)  # (R, C), (R, 1)
-        total = counts.sum()
-        # Chan, Golub and LeVeque 1979: M2 of a union, without a difference of large squares.
-        mean = (means * counts).sum(0) / total.clamp(min=1)
-        squares = squares.sum(0) + (counts * (means - mean).square()).sum(0)
-        invstd = (squares / total.clamp(min=1) + eps).rsqrt()
-        row = torch.cat([mean, squares / (total - 1).clamp(min=1), total.clamp(max=1).view(1)])
-
-        output = torch.empty_like(x)
-        if count and x.is_cuda:
-            centre = mean.to(centre.dtype)
-            output = torch.batch_norm_elemt(x, weight, bias, centre, invstd.to(centre.dtype), eps)
-        elif count:
-            scale = invstd if weight is None else invstd * weight
-            shift = (centre - mean) * scale + (0 if bias is None else bias)
-            scale, shift = _per_channel(x, scale, shift)
-            output = torch.addcmul(shift, shifted, scale, out=shifted).to(x.dtype)
-        ctx.save_for_backward(x, weight, centre, mean, invstd, counts)
-        ctx.ranks = ranks
-        ctx.mark_non_differentiable(row)
-        return output, row
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy, _):
-        x, weight, centre, mean, invstd, counts = ctx.saved_tensors
-        dims, shifted = [d for d in range(x.dim()) if d != 1], x
-        kernel = x.is_cuda and x.numel() > 0
-        vectors = centre, invstd.to(centre.dtype), weight
-        sums = mean.new_zeros(2, x.shape[1])  # of dy and dy * (x - mean), here over this rank
-        if kernel:
-            dy, affine = _dense(dy), weight is not None
-            reduced = torch.batch_norm_backward_reduce(dy, x, *vectors, True, affine, affine)
-            sums[0], sums[1] = reduced[:2]
-        elif x.numel():
-            shifted = x - _per_channel(x, centre)[0]
-            sums[0], sums[1] = dy.sum(dims, dtype=centre.dtype), (dy * shifted).sum(dims)
-        sums[1] += (centre - mean) * sums[0]
-        dbias, dweight = sums[0].to(centre.dtype), (sums[1] * invstd).to(centre.dtype)
-        if not ctx.needs_input_grad[0]:
-            return _needed(ctx, None, dweight, dbias)
-        dist.all_reduce(sums, group=_subgroup(ctx.ranks))
-        dx = torch.empty_like(x)
-        if kernel:
-            both, counts = sums.to(centre.dtype), counts.to(torch.int32)
-            dx = torch.batch_norm_backward_elemt(dy, x, *vectors, both[0], both[1], counts)
-        elif x.numel():
-            # scale * (dy - mean(dy) - (x - mean) * invstd^2 * mean(dy * (x - mean)))
-            scale = invstd if weight is None else invstd * weight
-            slope = -scale * invstd.square() * sums[1] / counts.sum()
-            shift = (centre - mean) * slope - scale * sums[0] / counts.sum()
-            scale, slope, shift = _per_channel(x, scale, slope, shift)
-            dx = torch.addcmul(shift, shifted, slope, out=shifted)
-            dx = dx.addcmul_(dy.to(dx.dtype), scale).to(x.dtype)
-        return _needed(ctx, dx, dweight, dbias)
-
-
-def _per_channel(x: Tensor, *vectors: Tensor) -> list[Tensor]:
-    """Vectors (C) in the shape and dtype that broadcast along x (B, C, ...)."""
-    shape = 1, -1, *[1] * (x.dim() - 2)
-    return [vector.to(_statistics_dtype(x)).view(shape) for vector in vectors]
-
-
-def _dense(x: Tensor) -> Tensor:
-    """What torch's CUDA kernels take: channels_last as it is, anything else contiguous."""
-    formats = torch.channels_last, torch.channels_last_3d
-    return x if any(x.is_contiguous(memory_format=f) for f in formats) else x.contiguous()
-
-
-# torch.compile breaks its graph here. torch.compiler.disable would do, but imports dynamo at once.
-@torch._disable_dynamo  # type: ignore
-def _synchronise(*args) -> Any:
-    return _Synchronised.apply(*args)
 
 
 # ---- Layers ---------------------------------------------------------------------------------
@@ -296,13 +88,13 @@ class GroupBatchNorm(_BatchNorm):
         if not self.training:
             return super().forward(input)
         self._check_input_dim(input)
-        args = input, *map(_at_least_float32, (self.weight, self.bias)), self.eps
+        args = input, at_least_float32(self.weight), at_least_float32(self.bias), self.eps
         if self.bn_ranks > 1:
-            output, row = _synchronise(*args, self.bn_ranks)
+            output, row = synchronised(*args, self.bn_ranks)
         elif len(input) <= self.bn_group or torch.compiler.is_compiling():
-            output, row = _chunks(*args, self.bn_group)
+            output, row = chunked(*args, self.bn_group)
         else:
-            output, row = _GhostSplit.apply(*args, self.bn_group)  # type: ignore
+            output, row = GhostSplit.apply(*args, self.bn_group)  # type: ignore
         if self.bn_window is not None and not _is_recomputing():
             with torch.no_grad():
                 self.bn_window.add_(row)
@@ -313,8 +105,10 @@ class GroupBatchNorm(_BatchNorm):
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
-        if self.bn_window is not None and self.bn_window.device != self.running_mean.device:
-            self.bn_window = _empty_window(self)  # moved to another device
+        window = _empty_window(self)
+        if self.bn_window is not None and window is not None:
+            if window.device != self.bn_window.device:  # moved before training
+                self.bn_window = window
         return self
 
 
@@ -355,7 +149,7 @@ def _empty_window(layer: nn.Module) -> Tensor | None:
     mean = layer.running_mean
     if not isinstance(mean, Tensor):
         return None
-    return mean.new_zeros(2 * len(mean) + 1, dtype=_row_dtype(mean))
+    return mean.new_zeros(2 * len(mean) + 1, dtype=row_dtype(mean))
 
 
 # ---- Conversion and plan --------------------------------------------------------------------
@@ -404,7 +198,7 @@ def convert_batchnorm(model: nn.Module, group: int, micro_batch_size: int) -> "B
         active += [] if frozen else [(name, layer)]
     _exempt_from_broadcast(model)
     if ranks > 1:
-        _subgroup(ranks)  # made now, while all ranks are here
+        subgroup(ranks)  # made now, while all ranks are here
     implementation = "plain" if group == micro_batch_size else "ghost split"
     return BatchNormPlan(
         group=group,
@@ -432,10 +226,11 @@ def revert_batchnorm(model: nn.Module) -> None:
             plain = PLAIN[type(layer)]
             if plain is nn.SyncBatchNorm:
                 plain = PLAIN_OF_DIMS.get(layer.bn_dims, plain)
-                layer.process_group = None
+                if plain is nn.SyncBatchNorm:
+                    layer.__dict__["process_group"] = None
             for name in [name for name in layer.__dict__ if name.startswith("bn_")]:
                 del layer.__dict__[name]
-            layer.__class__ = plain
+            layer.__class__ = plain  # type: ignore
 
 
 def _buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -455,8 +250,9 @@ def _exempt_from_broadcast(model: nn.Module) -> None:
     ignored = {*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *buffers}
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sorted(ignored))
     # As objects: the model is still on the CPU here, and NCCL takes no CPU tensors.
-    values = broadcast_object([b.cpu() for b in buffers.values() if not b.is_meta])
-    for buffer, value in zip(buffers.values(), values, strict=False):
+    ours = [buffer for buffer in buffers.values() if not buffer.is_meta]
+    values = broadcast_object([buffer.cpu() for buffer in ours])
+    for buffer, value in zip(ours, values, strict=True):
         buffer.copy_(value)
 
 
@@ -529,22 +325,19 @@ class BatchNormPlan:
         totals = all_reduce_sum(torch.cat(windows)).split([len(window) for window in windows])
         self.discard_statistics()
         counts = torch.stack([total[-1] for total in totals])
-        for layer, total, used, count in zip(
-            layers, totals, counts > 0, counts.clamp(min=1), strict=True
-        ):
-            batches, running, momentum = (
-                layer.num_batches_tracked,
-                layer.running_mean,
-                layer.momentum,
-            )
-            assert batches is not None and running is not None and layer.running_var is not None
-            batches.add_(used)
-            if momentum is None:  # the cumulative mean, as in torch
-                momentum = 1 / batches.clamp(min=1)
-            mean, variance = (total[:-1] / count).to(running.dtype).view(2, -1)
-            step = (used * momentum).to(running.dtype)
-            running.lerp_(mean, step)
-            layer.running_var.lerp_(variance, step)
+        used, counts = counts > 0, counts.clamp(min=1)
+        for i, (layer, total) in enumerate(zip(layers, totals, strict=True)):
+            batches, mean, variance = (
+                layer.num_batches_tracked, layer.running_mean, layer.running_var
+            )  # fmt: skip
+            assert batches is not None and mean is not None and variance is not None
+            batches.add_(used[i])
+            # Momentum None is the cumulative mean, as in torch.
+            momentum = 1 / batches.clamp(min=1) if layer.momentum is None else layer.momentum
+            step = (used[i] * momentum).to(mean.dtype)
+            new_mean, new_variance = (total[:-1] / counts[i]).to(mean.dtype).view(2, -1)
+            mean.lerp_(new_mean, step)
+            variance.lerp_(new_variance, step)
 
     @torch.no_grad()
     def discard_statistics(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.errors import record
 
 FINISHED, ERROR, WRONG_USAGE, PREEMPTED = 0, 1, 2, 75
-LINGER_SECONDS = 2.0
+PRINT_SECONDS = 10.0  # for the first process to come to the same usage error and print it
 
 
 class UsageError(ValueError):
@@ -63,8 +63,8 @@ def exit_with(main: Callable[[], int]) -> None:
     except UsageError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)
-        else:
-            time.sleep(LINGER_SECONDS)  # the first exit makes the launcher end the one that prints
+        else:  # the launcher ends all with the first that ends: not before the line is out
+            time.sleep(PRINT_SECONDS)
         code = WRONG_USAGE
     except ExplainedError as error:
         rank = os.environ.get("RANK", "0")

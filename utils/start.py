@@ -20,13 +20,23 @@ from accelerate.utils import (
     DistributedType,
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
+    get_int_from_env,
+    parse_flag_from_env,
 )
 
 from utils.errors import UsageError
 from utils.order import hash64
 
 CPU_LAUNCH = "accelerate launch --config_file accelerate_configs/cpu_2.yaml SCRIPT"
+GPU_LAUNCH = "accelerate launch --config_file accelerate_configs/multi_gpu.yaml SCRIPT"
 COLLECTIVE_TIMEOUT = timedelta(hours=1)  # outlasts a download by rank 0 while the others wait
+# How many processes were started, says torchrun or one of three kinds of MPI.
+WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+ENGINES = {
+    "FSDP": DistributedType.FSDP,
+    "DEEPSPEED": DistributedType.DEEPSPEED,
+    "MEGATRON_LM": DistributedType.MEGATRON_LM,
+}
 
 
 def open_accelerator(
@@ -41,15 +51,11 @@ def open_accelerator(
     Raises UsageError when the processes, devices, engine or precision are not those that the
     launcher was asked for. The number of accumulation steps is set by the script, when known.
     """
-    on_cpu = _flag("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
-    if not _flag("ACCELERATE_USE_CPU"):
-        _check_devices()
-    if on_cpu and os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp16":
-        raise UsageError(
-            "mixed_precision=fp16 does not exist on a CPU (it would silently run in float32); "
-            "use --mixed_precision bf16 or no"
-        )
-    _check_rendezvous()
+    on_cpu = _cpu_chosen() or not torch.accelerator.is_available()
+    # Read before Accelerate overwrites it. `srun python SCRIPT` has only the number of tasks.
+    asked = get_int_from_env((*WORLD_SIZES, "SLURM_STEP_NUM_TASKS"), 1)
+    _check_devices(on_cpu)
+    _check_launcher(on_cpu)
     hook = {"none": "no", "bf16": "bf16", "fp16": "fp16"}[comm_hook]
     accelerator = Accelerator(
         cpu=on_cpu,  # without it, CPU processes started by torchrun never find each other
@@ -66,10 +72,15 @@ def open_accelerator(
             InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT),
         ],
     )
-    _check_world(accelerator)
-    if accelerator.device.type == "cpu":
-        # The launchers set one thread a process, or none; the cores are there to be used.
-        torch.set_num_threads(max(1, _available_cores() // local_world_size()))
+    _check_engine(accelerator.distributed_type)
+    if asked != accelerator.num_processes:
+        raise UsageError(
+            f"{asked} processes were started, but each of them sees {accelerator.num_processes}: "
+            f"they would train {asked} separate models into the same files; start one launcher a "
+            f"machine: {_right_launch(on_cpu)}"
+        )
+    if on_cpu:
+        _share_cores()
     return accelerator
 
 
@@ -88,73 +99,100 @@ def local_world_size() -> int:
 
 def world_line(accelerator: Accelerator) -> str:
     """One line for the console: processes, device, precision."""
-    device = accelerator.device
+    device, count = accelerator.device, accelerator.num_processes
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    threads = f", {torch.get_num_threads()} threads each" if device.type == "cpu" else ""
-    plural = "es" if accelerator.num_processes > 1 else ""
+    if device.type == "cpu":
+        threads = torch.get_num_threads()
+        name += "" if _cpu_chosen() else " (no accelerator found)"
+        name += f", {threads} thread{'s' if threads > 1 else ''} each"
     return (
-        f"{accelerator.num_processes} process{plural} on {name}{threads}, "
+        f"{count} process{'es' if count > 1 else ''} on {name}, "
         f"mixed precision {accelerator.mixed_precision}, host {socket.gethostname()}"
     )
 
 
-def _flag(name: str) -> bool:
-    return os.environ.get(name, "").lower() in ("1", "true", "yes")
+def _cpu_chosen() -> bool:
+    """--cpu, or all GPUs hidden: accelerate_configs/cpu_2.yaml can say it in no other way."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip()
+    return parse_flag_from_env("ACCELERATE_USE_CPU") or visible == "" or visible.startswith("-1")
 
 
-def _available_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):  # a container or a scheduler may have taken some away
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+def _share_cores() -> None:
+    """Split the cores between the processes; fewer threads where the user asked for fewer.
+
+    The launchers write OMP_NUM_THREADS=1 for each process: that 1 is nobody's wish. A larger
+    number is the user's, or what accelerate took for the number of cores; it is never exceeded.
+    """
+    has_affinity = hasattr(os, "sched_getaffinity")  # a scheduler may have taken some cores away
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    share = max(1, cores // local_world_size())
+    threads = torch.get_num_threads()
+    launched = any(name in os.environ for name in ("LOCAL_RANK", "ACCELERATE_MIXED_PRECISION"))
+    torch.set_num_threads(share if threads == 1 and launched else min(threads, share))
 
 
-def _check_devices() -> None:
+def _has_nvidia_gpu() -> bool:
+    if any(Path("/dev").glob("nvidia[0-9]*")):
+        return True
+    through_windows = os.name == "nt" or Path("/dev/dxg").exists()  # no device files there
+    return through_windows and shutil.which("nvidia-smi") is not None
+
+
+def _check_devices(on_cpu: bool) -> None:
     """Refuse a GPU that this torch cannot use, and more processes than GPUs."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    has_nvidia = Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi") is not None
-    if has_nvidia and not hidden and not torch.accelerator.is_available():
+    if on_cpu and not _cpu_chosen() and _has_nvidia_gpu():
         built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
         raise UsageError(
             f"this machine has an NVIDIA GPU, but torch {torch.__version__} (built with {built}) "
-            "cannot use it; install a CUDA build that fits the driver (nvidia-smi shows its "
-            "version), or launch with --cpu to train on the CPU on purpose"
+            f"cannot use it (CUDA_VISIBLE_DEVICES: {visible}); install a CUDA build that fits the "
+            "driver (nvidia-smi shows its version), or train on the CPU on purpose: "
+            f"`accelerate launch --cpu SCRIPT`, `{CPU_LAUNCH}`, or CUDA_VISIBLE_DEVICES=-1"
         )
-    if torch.cuda.is_available() and local_world_size() > torch.cuda.device_count():
+    if not on_cpu and local_world_size() > torch.accelerator.device_count():
+        count = torch.accelerator.device_count()
         raise UsageError(
-            f"{local_world_size()} processes on this machine, but it has "
-            f"{torch.cuda.device_count()} visible GPUs, which ranks would share in silence; "
-            f"use --num_processes {torch.cuda.device_count()} (a machine)"
+            f"{local_world_size()} processes on this machine, but it has {count} visible "
+            f"GPU{'s' if count > 1 else ''}, which ranks would share in silence; use "
+            f"--num_processes {count} (times the number of machines), or `{CPU_LAUNCH}`"
         )
 
 
-def _check_rendezvous() -> None:
-    """Refuse a launch that meant several processes and started one (accelerate --cpu does)."""
-    under_mpi = any(name in os.environ for name in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE"))
-    if "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ and not under_mpi:
+def _check_launcher(on_cpu: bool) -> None:
+    """Refuse what Accelerate accepts from the launcher and then does not do."""
+    if on_cpu:
+        _check_engine(DistributedType.MULTI_CPU)  # DeepSpeed would raise errors of its own
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if on_cpu and precision in ("fp16", "fp8"):
+        raise UsageError(
+            f"mixed_precision={precision} does not exist on a CPU (it would silently run in "
+            "float32); use --mixed_precision bf16 or no"
+        )
+    steps = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    if steps not in ("1", "auto"):
+        raise UsageError(
+            f"gradient_accumulation_steps={steps} of the launcher would be ignored: the steps "
+            "follow from --global-batch-size, --micro-batch-size (examples a process holds at "
+            "once) and the number of processes; take it away and set --micro-batch-size"
+        )
+    if "MASTER_ADDR" in os.environ and not any(name in os.environ for name in WORLD_SIZES):
         raise UsageError(
             "the launcher was asked for several processes (MASTER_ADDR is set) and started one; "
-            f"on a CPU, use `{CPU_LAUNCH}` or `torchrun --nproc_per_node 2 SCRIPT`; if MASTER_ADDR "
-            "is a leftover in your shell, unset it"
+            f"use {_right_launch(on_cpu)}; if MASTER_ADDR is a leftover in your shell, unset it"
         )
 
 
-def _check_world(accelerator: Accelerator) -> None:
-    """Refuse strangers, each alone in its world, and an engine other than the one asked for."""
-    asked = int(os.environ.get("WORLD_SIZE", "1"))
-    if asked != accelerator.num_processes:
-        raise UsageError(
-            f"the launcher started {asked} processes, but each of them sees "
-            f"{accelerator.num_processes}: they would train {asked} separate models into the same "
-            f"files; use `{CPU_LAUNCH}` on a CPU, accelerate_configs/multi_gpu.yaml on GPUs"
-        )
-    engines = (
-        ("ACCELERATE_USE_FSDP", DistributedType.FSDP, "FSDP"),
-        ("ACCELERATE_USE_DEEPSPEED", DistributedType.DEEPSPEED, "DeepSpeed"),
-    )
-    for variable, kind, name in engines:
-        if _flag(variable) and accelerator.distributed_type != kind:
+def _check_engine(found: DistributedType) -> None:
+    """Refuse an engine other than the one asked for."""
+    for name, wanted in ENGINES.items():
+        if parse_flag_from_env(f"ACCELERATE_USE_{name}") and found != wanted:
             raise UsageError(
-                f"{name} was asked for, but Accelerate fell back to "
-                f"{accelerator.distributed_type.value} on {accelerator.device.type}; {name} needs "
-                f"GPUs here: use `{CPU_LAUNCH}` for plain data parallelism on a CPU"
+                f"{name} was asked for, but Accelerate would run {found.value} instead; it needs "
+                f"GPUs, one for each process; for plain data parallelism use `{GPU_LAUNCH}`, on a "
+                f"CPU `{CPU_LAUNCH}`"
             )
+
+
+def _right_launch(on_cpu: bool) -> str:
+    """The commands that start several processes."""
+    return f"`{CPU_LAUNCH if on_cpu else GPU_LAUNCH}` or `torchrun --nproc_per_node 2 SCRIPT`"

@@ -20,10 +20,7 @@ from utils.console import warn
 from utils.distributed import on_main_process, rank
 from utils.errors import ExplainedError, UsageError
 from utils.files import read_json, read_json_lines, write_json, write_text
-from utils.rundir import choose_directory, continue_command
-from utils.trackers import Tracker, check_tracker
-
-__all__ = ["Run", "check_tracker", "choose_directory", "continue_command", "is_finished"]
+from utils.trackers import Tracker
 
 CONFIG, METRICS, STATUS = "config.json", "metrics.jsonl", "status.json"
 HEARTBEAT_SECONDS = 10.0

@@ -97,7 +97,7 @@ class WindowLoader:
         loader: DataLoader,
         device: torch.device,
         count_valid: Callable[[Batch], torch.Tensor],
-        transform: Callable[[Batch, int], Batch],
+        transform: Callable[[Batch, int], Batch] = lambda batch, epoch: batch,
     ):
         assert isinstance(loader.batch_sampler, MicroBatchSampler)
         self.loader = loader
