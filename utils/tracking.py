@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,7 @@ class Run:
             self._ended = ("failed", f"{kind.__name__}: {error}")
         self.close()
 
-    def log(self, step: int, values: dict[str, float | int | str]) -> None:
+    def log(self, step: int, values: Mapping[str, float | int | str]) -> None:
         """Write metrics of update `step` to metrics.jsonl and the tracker."""
         if not self._is_main:
             return
