@@ -13,7 +13,7 @@ import sys
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -101,7 +101,7 @@ class ImageTensors(Dataset):
         return {"image": self.split.images[index], "label": self.split.labels[index], "id": index}
 
 
-def as_it_is(batch: Batch) -> Batch:
+def as_it_is(batch: Any) -> Any:
     """The collate function of a data set that hands out whole batches."""
     return batch
 
@@ -114,7 +114,8 @@ def build_model(name: str, num_classes: int, image_size: int) -> torch.nn.Module
     model = torchvision_model(name, num_classes)
     for block in model.modules():  # blocks start as the identity (Goyal et al. 2017, section 5.1)
         if isinstance(block, (BasicBlock, Bottleneck)):
-            torch.nn.init.zeros_(getattr(block, "bn3", block.bn2).weight)
+            last = block.bn3 if isinstance(block, Bottleneck) else block.bn2
+            torch.nn.init.zeros_(last.weight)
     if isinstance(model, torchvision.models.ResNet) and image_size <= 64:
         model.conv1 = torch.nn.Conv2d(3, model.conv1.out_channels, 3, padding=1, bias=False)
         torch.nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
@@ -332,7 +333,7 @@ run       {directory}""")
     }
 
     run = Run(directory, {**asdict(cfg), **derived}, tracker, step, read_only=cfg.eval_only)
-    with run, explain_out_of_memory(plan, bn_group):
+    with run, explain_out_of_memory(plan, bn_group if bn_plan.num_layers else 0):
         if cfg.eval_only:
             metrics = evaluate(plain_model, test_loader, to_input, device)
             run.log(step, metrics)
@@ -370,8 +371,7 @@ run       {directory}""")
                     f"epoch {step / epoch_steps:5.1f}  step {step}  train loss {totals.loss:.4f}  "
                     f"val loss {metrics['val/loss']:.4f}  accuracy {metrics['val/accuracy']:.4f}"
                 )
-                if accelerator.is_main_process:
-                    plot_curves(directory)
+                plot_curves(directory)
             if step % cfg.save_every == 0 or last or stop:
                 run.flush()  # the metrics are on disk before the checkpoint of the same update
                 checkpoint.save_checkpoint(

@@ -25,6 +25,11 @@ class ExplainedError(RuntimeError):
     """A failure whose message says what to do: printed as one line, without a traceback."""
 
 
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, or its kind when it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def check_flags(
     flags: dict[str, Any], *, positive: str = "", not_negative: str = "", below_one: str = ""
 ) -> None:
@@ -46,8 +51,16 @@ def exit_with(main: Callable[[], int]) -> None:
     UsageError becomes one line and exit code 2, ExplainedError one line and 1; any other
     exception keeps its traceback (and exit code 1). All go to the launcher's summary.
     """
+
+    @record  # writes the error into the file that the launcher reads
+    def recorded() -> int:
+        try:
+            return main()
+        except (UsageError, ExplainedError) as error:
+            raise error.with_traceback(None) from None  # the message says it all
+
     try:
-        code = record(main)()
+        code = recorded()
         if dist.is_initialized():
             dist.destroy_process_group()
     except UsageError as error:

@@ -53,24 +53,26 @@ class Window:
     digest: int
     wait_seconds: float
 
-    def reduce(self, loss_sum: torch.Tensor, grad_norm: torch.Tensor) -> Totals:
+    def reduce(self, loss_sum: torch.Tensor, grad_norm: torch.Tensor | None) -> Totals:
         """Sum the update's figures over all processes: one reduction, and its one host read.
 
         Args:
             loss_sum: 0-d, this process's sum of losses over the window.
-            grad_norm: 0-d, of the gradient after its synchronisation, equal on all processes.
+            grad_norm: 0-d, of the gradient after its synchronisation, equal on all processes;
+                None (some engines do not tell it) is logged as NaN.
         """
         device = _float64_device(loss_sum.device)
         # The digest travels as two 32-bit halves, whose sums float64 holds exactly.
         own = [float(self.digest >> 32), float(self.digest & 0xFFFFFFFF), self.wait_seconds]
         sums = torch.cat(
             [
-                loss_sum.detach().to(device, torch.float64).reshape(1),
+                loss_sum.detach().to(device).double().reshape(1),
                 torch.tensor(own, dtype=torch.float64).to(device, non_blocking=True),
             ]
         )
         all_reduce_sum(sums)
-        shared = torch.stack([self.total.to(device).double(), grad_norm.to(device).double()])
+        norm = sums.new_tensor(math.nan) if grad_norm is None else grad_norm.to(device)
+        shared = torch.stack([self.total.to(device).double(), norm.double()])
         loss, high, low, wait, count, norm = torch.cat([sums, shared]).tolist()  # the host read
         return Totals(
             count=int(count),
