@@ -115,7 +115,7 @@ def build_model(name: str, num_classes: int, image_size: int) -> torch.nn.Module
     for block in model.modules():  # blocks start as the identity (Goyal et al. 2017, section 5.1)
         if isinstance(block, (BasicBlock, Bottleneck)):
             last = block.bn3 if isinstance(block, Bottleneck) else block.bn2
-            torch.nn.init.zeros_(last.weight)
+            torch.nn.init.zeros_(last.weight)  # type: ignore[arg-type]
     if isinstance(model, torchvision.models.ResNet) and image_size <= 64:
         model.conv1 = torch.nn.Conv2d(3, model.conv1.out_channels, 3, padding=1, bias=False)
         torch.nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
