@@ -2,9 +2,11 @@
 
 import importlib
 import json
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torchvision
 
 from utils.small_images import ImageData, Split
@@ -39,12 +41,9 @@ def small_data(num_train: int, num_test: int, unlabelled: float = 0.0, size: int
     return ImageData("made-up", train, test, list("abcd"), True, mean, std, "fingerprint")
 
 
-def run_cifar(
-    config: dict, data: ImageData | None = None, dtype=torch.float64, narrow=True
-) -> dict:
-    """cifar.py's main in this process; rank 0 returns what the run left behind."""
-    import torch.distributed as dist
-
+@contextmanager
+def small_cifar(data: ImageData | None, dtype=torch.float64, narrow=True):
+    """train.cifar on made-up data (None: what its flags say), with a narrow model."""
     cifar = importlib.import_module("train.cifar")
     torch.set_default_dtype(dtype)
     saved = cifar.torchvision_model, cifar.load_small_images
@@ -53,9 +52,15 @@ def run_cifar(
     if data is not None:
         cifar.load_small_images = lambda *args, **kwargs: data
     try:
-        code = cifar.main(cifar.Config(**{"tracker": "none", **config}))
+        yield cifar
     finally:
         cifar.torchvision_model, cifar.load_small_images = saved
+
+
+def run_cifar(config: dict, data: ImageData | None = None, **how) -> dict:
+    """cifar.py's main in this process; rank 0 returns what the run left behind."""
+    with small_cifar(data, **how) as cifar:
+        code = cifar.main(cifar.Config(**{"tracker": "none", **config}))
     if dist.is_initialized() and dist.get_rank() > 0:
         return {}
     return {"code": code, **read_run(Path(config["output_dir"]))}

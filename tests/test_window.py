@@ -227,6 +227,12 @@ def test_figures_are_reduced_exactly(pool, size):
         assert totals.skipped is False
 
 
+def test_an_engine_that_tells_no_norm():
+    window = windows_only(0)[0]
+    totals = window.reduce(torch.tensor(2.0), None)
+    assert math.isnan(totals.grad_norm) and totals.loss == 2 / totals.count
+
+
 def test_nothing_valid_is_no_division_by_zero():
     totals = reduce_figures(1, 0)
     assert totals.count == 0 and math.isnan(totals.loss)

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -105,7 +105,7 @@ class ImageTensors(Dataset):
         return {"image": self.split.images[index], "label": self.split.labels[index], "id": index}
 
 
-def as_it_is(batch: Batch) -> Batch:
+def as_it_is(batch: Any) -> Any:
     """The collate function of a data set that hands out whole batches."""
     return batch
 
@@ -118,7 +118,8 @@ def build_model(name: str, num_classes: int, image_size: int) -> torch.nn.Module
     model = torchvision_model(name, num_classes)
     for block in model.modules():  # blocks start as the identity (Goyal et al. 2017, section 5.1)
         if isinstance(block, (BasicBlock, Bottleneck)):
-            torch.nn.init.zeros_(getattr(block, "bn3", block.bn2).weight)
+            last = block.bn3 if isinstance(block, Bottleneck) else block.bn2
+            torch.nn.init.zeros_(last.weight)  # type: ignore[arg-type]
     if isinstance(model, torchvision.models.ResNet) and image_size <= 64:
         model.conv1 = torch.nn.Conv2d(3, model.conv1.out_channels, 3, padding=1, bias=False)
         torch.nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
@@ -213,6 +214,7 @@ def main(cfg: Config) -> int:
         collate_fn=as_it_is,
         num_workers=cfg.num_workers,
         worker_init_fn=ignore_signals,  # they end with this process
+        persistent_workers=cfg.num_workers > 0,
         pin_memory=device.type == "cuda",
         generator=torch.Generator(),  # its own: each iteration would draw from the global one
     )
@@ -352,7 +354,7 @@ run       {directory}""")
         run.log(step, {**metrics, "perf/peak_memory_bytes": peak})
         loss, accuracy = metrics["val/loss"], metrics["val/accuracy"]
         say(f"epoch {step / epoch_steps:.1f}  val loss {loss:.4f}  accuracy {accuracy:.4f}")
-        if accelerator.is_main_process and not cfg.eval_only:
+        if not cfg.eval_only:
             plot_curves(directory)
         return metrics
 
@@ -365,7 +367,11 @@ run       {directory}""")
         return PREEMPTED
 
     run = Run(directory, {**asdict(cfg), **derived}, tracker, step, read_only=cfg.eval_only)
-    with guard.watching(run.report), run, explain_out_of_memory(plan, bn_group):
+    with (
+        guard.watching(run.report),
+        run,
+        explain_out_of_memory(plan, bn_group if bn_plan.num_layers else 0),
+    ):
         if cfg.eval_only:
             metrics = evaluate_now()
             say(f"evaluated {metrics}")
@@ -434,7 +440,6 @@ run       {directory}""")
         run.end("finished")
     say(f"finished  {directory}: metrics.jsonl, curves.png, model/model.safetensors")
     say(run.tracker_line())
-    accelerator.end_training()  # closes the process group
     return FINISHED
 
 

@@ -120,7 +120,6 @@ def main(cfg: Config) -> int:
     say(f"val loss {val_loss:.6f} on {count} examples")
     if accelerator.is_main_process:
         save_file(plain_model.state_dict(), cfg.output)
-    accelerator.end_training()  # closes the process group
     return FINISHED
 
 

@@ -15,7 +15,7 @@ import torch
 
 from utils.console import warn
 from utils.distributed import gather_objects, on_main_process, rank, world_size
-from utils.errors import ExplainedError, UsageError
+from utils.errors import ExplainedError, UsageError, first_line
 from utils.files import fsync_directory, read_json, read_tensors, write_json
 from utils.marks import mark
 from utils.order import ORDER_VERSION
@@ -252,7 +252,7 @@ def _write_tensors(path: Path, value: Any) -> dict[str, Any]:
             mark("save")
             os.fsync(file.fileno())
     except RuntimeError as error:  # what torch's writer makes of a full disk
-        raise OSError(f"{path.name}: {str(error).splitlines()[0]}") from error
+        raise OSError(f"{path.name}: {first_line(error)}") from error
     return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
 
 

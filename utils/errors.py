@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 FINISHED, ERROR, WRONG_USAGE, PREEMPTED = 0, 1, 2, 75
@@ -28,6 +29,11 @@ class ExplainedError(RuntimeError):
     """
 
     quiet = False
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, or its kind when it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def check_flags(
@@ -53,8 +59,18 @@ def exit_with(main: Callable[[], int]) -> None:
     """
     global ends_the_process
     ends_the_process = True
+
+    @record  # writes the error into the file that the launcher reads
+    def recorded() -> int:
+        try:
+            return main()
+        except (UsageError, ExplainedError) as error:
+            raise error.with_traceback(None) from None  # the message says it all
+
     try:
-        code = record(main)()
+        code = recorded()
+        if dist.is_initialized():
+            dist.destroy_process_group()
     except UsageError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)

@@ -1,6 +1,7 @@
 """Models by torchvision name, and initial weights, read without executing anything."""
 
 import difflib
+import pickle
 from pathlib import Path
 
 import torch
@@ -8,7 +9,7 @@ import torchvision
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from utils.errors import UsageError
+from utils.errors import UsageError, first_line
 from utils.files import read_tensors
 
 PREFIXES = ("_orig_mod.", "module.")  # left in keys by torch.compile and DistributedDataParallel
@@ -96,9 +97,11 @@ def read_initial_weights(weights: str, model_name: str) -> dict[str, torch.Tenso
             weights_only=True,  # torchvision's own default would execute what a file asks for
         )
     except Exception as error:
+        broken = isinstance(error, pickle.UnpicklingError)
+        reason = "the file is broken, or would run code to load" if broken else first_line(error)
         raise UsageError(
-            f"--weights default: torchvision's weights of {model_name} cannot be downloaded "
-            f"({error}); fetch the file on a connected machine and give --weights FILE"
+            f"--weights default: torchvision's weights of {model_name} cannot be had ({reason}); "
+            "fetch the file on a connected machine and give --weights FILE"
         ) from error
 
 
@@ -110,8 +113,8 @@ def check_forward(model: torch.nn.Module, example: torch.Tensor, name: str) -> N
             model.eval()(example)
     except (RuntimeError, ValueError, AssertionError) as error:  # assertions in torchvision's ViT
         shape = "x".join(map(str, example.shape[1:]))
-        reason = str(error).strip().splitlines()[0]
-        raise UsageError(f"--model {name} cannot take {shape} inputs: {reason}") from error
+        message = f"--model {name} cannot take {shape} inputs: {first_line(error)}"
+        raise UsageError(message) from error
     finally:
         for module, mode in modes.items():  # not model.train(): frozen parts stay in evaluation
             module.training = mode

@@ -11,7 +11,7 @@ from typing import Any
 
 from utils.console import warn
 from utils.distributed import rank
-from utils.errors import UsageError
+from utils.errors import UsageError, first_line
 
 
 def check_tracker(name: str) -> str:
@@ -65,8 +65,7 @@ class Tracker:
         except Exception as failure:
             self.failures += 1
             if self.failures == 1:
-                reason = (str(failure).strip() or type(failure).__name__).splitlines()[0]
-                warn(f"the tracker failed ({reason}); the run and metrics.jsonl go on")
+                warn(f"the tracker failed ({first_line(failure)}); the run and metrics.jsonl go on")
 
     def _open(self, kind: str, run_id: str, config: dict[str, Any]) -> None:
         if kind == "wandb":
@@ -88,7 +87,8 @@ def _open_wandb(directory: Path, run_id: str) -> Any:
     import wandb
     from accelerate.tracking import WandBTracker
 
-    offline = "WANDB_MODE" not in os.environ and not _has_wandb_key()
+    host = os.environ.get("WANDB_BASE_URL") or wandb.Settings().base_url
+    offline = "WANDB_MODE" not in os.environ and not _has_wandb_key(host)
     for mode in ("offline",) if offline else (os.environ.get("WANDB_MODE", "online"), "offline"):
         tracker = WandBTracker(
             os.environ.get("WANDB_PROJECT", directory.resolve().parent.name or "runs"),
@@ -106,14 +106,16 @@ def _open_wandb(directory: Path, run_id: str) -> Any:
             if mode == "offline":
                 raise
             warn("wandb cannot be reached; the run is kept offline")
+            wandb.teardown()  # else the failed attempt holds on to the run's id
     return None
 
 
-def _has_wandb_key() -> bool:
+def _has_wandb_key(url: str) -> bool:
+    """Whether there is a key for the server at `url`: in the environment or in ~/.netrc."""
     if os.environ.get("WANDB_API_KEY"):
         return True
-    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("//")[-1].split("/")[0]
     try:
-        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+        hosts = netrc.netrc(os.environ.get("NETRC"))
     except (OSError, netrc.NetrcParseError):
         return False
+    return hosts.authenticators(url.split("//")[-1].split("/")[0]) is not None

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,7 @@ from utils.console import warn
 from utils.distributed import on_main_process, rank
 from utils.errors import ExplainedError, UsageError
 from utils.files import read_json, read_json_lines, write_json, write_text
-from utils.rundir import choose_directory, continue_command
-from utils.trackers import Tracker, check_tracker
-
-__all__ = ["Run", "check_tracker", "choose_directory", "continue_command", "is_finished"]
+from utils.trackers import Tracker
 
 CONFIG, METRICS, STATUS = "config.json", "metrics.jsonl", "status.json"
 HEARTBEAT_SECONDS = 10.0
@@ -64,7 +62,8 @@ class Run:
             self.directory.mkdir(parents=True, exist_ok=True)
             entries = [e for e in read_json_lines(path) if isinstance(e.get("step"), int)]
             if self._read_only:  # it may be running: its file is not replaced under its hands
-                torn = path.exists() and not path.read_bytes().endswith((b"\n", b""))
+                content = path.read_bytes() if path.exists() else b""
+                torn = content and not content.endswith(b"\n")
                 self._metrics = path.open("a", encoding="utf-8")
                 self._metrics.write("\n" if torn else "")
             else:
@@ -94,7 +93,7 @@ class Run:
             self._ended = ("failed", f"{kind.__name__}: {error}")
         self.close()
 
-    def log(self, step: int, values: dict[str, float | int | str]) -> None:
+    def log(self, step: int, values: Mapping[str, float | int | str]) -> None:
         """Write metrics of update `step` to metrics.jsonl and the tracker."""
         if not self._is_main:
             return

@@ -72,20 +72,26 @@ class Window:
     wait_seconds: float
     losses: torch.Tensor | None = None
 
-    def reduce(self, losses: torch.Tensor, grad_norm: torch.Tensor, stop: bool = False) -> Totals:
+    def reduce(
+        self, losses: torch.Tensor, grad_norm: torch.Tensor | None, stop: bool = False
+    ) -> Totals:
         """Sum the update's figures over all processes: one reduction, and its one host read.
 
         Args:
             losses: this process's sums of losses, 0-d for the window or one for each micro-step.
-            grad_norm: 0-d, of the gradient after its synchronisation, equal on all processes.
+            grad_norm: 0-d, of the gradient after its synchronisation, equal on all processes;
+                None (some engines do not tell it) is logged as NaN.
             stop: whether this process has been told to stop (utils/guard.py).
         """
         mark("reduce", self.step)
         device = _float64_device(losses.device)
-        self.losses = losses.detach().to(device, torch.float64).reshape(-1)
-        norm = grad_norm.detach().to(device, torch.float64).reshape(1)
+        self.losses = losses.detach().to(device).double().reshape(-1)
         bad_loss = self.losses.isfinite().all().logical_not().double().reshape(1)
-        bad_norm = norm.isfinite().logical_not().double()
+        if grad_norm is None:
+            norm, bad_norm = self.losses.new_full((1,), math.nan), self.losses.new_zeros(1)
+        else:
+            norm = grad_norm.detach().to(device).double().reshape(1)
+            bad_norm = norm.isfinite().logical_not().double()
         # The digest travels as two 32-bit halves, whose sums float64 holds exactly.
         host = [float(self.digest >> 32), float(self.digest & 0xFFFFFFFF), self.wait_seconds, stop]
         own = torch.tensor(host, dtype=torch.float64).to(device, non_blocking=True)
