@@ -10,7 +10,6 @@ Start a new task: copy this file, change the sections Data and Model and `comput
 
 import math
 import sys
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -147,7 +146,7 @@ def compute_loss(
 
 
 @torch.no_grad()
-def evaluate(model: torch.nn.Module, loader: Iterable[Batch], transform, device):
+def evaluate(model: torch.nn.Module, loader, transform, device) -> dict[str, float]:
     """Plain loss and accuracy over the whole split: this rank's share, one reduction at the end.
 
     `model` is the unwrapped one: in evaluation nothing needs to be synchronised, and ranks may
@@ -358,14 +357,6 @@ run       {directory}""")
             plot_curves(directory)
         return metrics
 
-    def stopped(reason: str) -> int:
-        """Everything is saved: say how to continue."""
-        run.end("preempted", reason)
-        on_main_process(run.close)  # all end together: a launcher ends those that are late
-        say(f"stopped   after update {step}, everything saved. Continue with:")
-        say(continue_command(directory))
-        return PREEMPTED
-
     run = Run(directory, {**asdict(cfg), **derived}, tracker, step, read_only=cfg.eval_only)
     with (
         guard.watching(run.report),
@@ -373,11 +364,10 @@ run       {directory}""")
         explain_out_of_memory(plan, bn_group if bn_plan.num_layers else 0),
     ):
         if cfg.eval_only:
-            metrics = evaluate_now()
-            say(f"evaluated {metrics}")
-            return FINISHED if metrics else PREEMPTED
+            return FINISHED if evaluate_now() else PREEMPTED
         if evaluation_due and not evaluate_now():
-            return stopped(guard.reason)
+            run.end("preempted", guard.reason)
+            return PREEMPTED
         progress = Progress(total_steps, step)
         speed = Speed(cfg.global_batch_size)
         for window in train_loader:
@@ -421,7 +411,10 @@ run       {directory}""")
                 )
             if stop:
                 progress.close()
-                return stopped(guard.reason if guard.stopping else "--stop-after")
+                run.end("preempted", guard.reason or "--stop-after")
+                say(f"stopped   after update {step}, everything saved. Continue with:")
+                say(continue_command(directory))
+                return PREEMPTED
             speed.resume()
         progress.close()
 

@@ -112,7 +112,7 @@ class Guard:
         self.nonfinite = nonfinite
         self.hang_timeout = hang_timeout
         self.stop_requested = False
-        self.reason = "a signal"
+        self.reason = ""
         self.stopping = False
         self._skipped_in_a_row = self._overflows_in_a_row = 0
         self._report: Callable[[str, str], None] = lambda state, reason: None
@@ -134,7 +134,8 @@ class Guard:
         Raises NonFiniteError, or returns the totals with `skipped` set: then the step must be left
         out. An overflow in fp16 is left to the scaler, which leaves the step out itself.
         """
-        self.stopping |= totals.stop
+        if totals.stop:
+            self._stop()
         overflow = scaler is not None and totals.bad_grad_norm and not totals.bad_losses
         bad = not totals.skipped and (totals.bad_losses or totals.bad_grad_norm) and not overflow
         self._overflows_in_a_row = self._overflows_in_a_row + 1 if overflow else 0
@@ -174,8 +175,13 @@ class Guard:
         )
         if number_of_processes() > 1 and torch.distributed.get_backend() == "nccl":
             flag = flag.to(device)
-        self.stopping = bool(all_reduce_sum(flag).item())
+        if all_reduce_sum(flag).item():
+            self._stop()
         return self.stopping
+
+    def _stop(self) -> None:
+        self.stopping = True
+        self.reason = self.reason or "a signal on another process"
 
     # ---- With --------------------------------------------------------------------------------
 
@@ -250,7 +256,7 @@ class Guard:
             self._leave(f"{name} again: stopped at once, without saving")
 
     def _request_stop(self, reason: str) -> None:
-        self.reason = reason if not self.stop_requested else self.reason
+        self.reason = self.reason or reason
         self.stop_requested = True
         if rank() == 0 and not self.stopping:
             text = f"{reason}: saving after this update; another signal later stops at once\n"

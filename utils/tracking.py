@@ -91,7 +91,9 @@ class Run:
     def __exit__(self, kind, error, traceback) -> None:
         if kind is not None:
             self._ended = ("failed", f"{kind.__name__}: {error}")
-        self.close()
+            self.close()
+        else:  # all end together: a launcher kills the others when one has ended with an error code
+            on_main_process(self.close)
 
     def log(self, step: int, values: Mapping[str, float | int | str]) -> None:
         """Write metrics of update `step` to metrics.jsonl and the tracker."""
