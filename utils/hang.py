@@ -90,7 +90,7 @@ class HangWatch:
         mark = latest()
         self.idle_seconds = 0.0 if mark.count != self._mark.count else self.idle_seconds + seconds
         self._mark = mark
-        if mark.phase == "data" and self._first_step is None:
+        if mark.step and self._first_step is None:
             self._first_step = mark.step
         if mark.phase == "evaluate reduce" and self._first_evaluation is None:
             self._first_evaluation = mark.step

@@ -95,13 +95,19 @@ def _new_directory(script: str) -> Path:
 
 def launcher_pid() -> int:
     """Process id of the launcher that is the parent of this process, 0 when it is none."""
-    try:
-        parent = psutil.Process().parent()
-        line = parent.cmdline() if parent is not None else []
-    except psutil.Error:
-        line = []
-    launched = bool(line) and ("TORCHELASTIC_RUN_ID" in os.environ or _is_launcher(line))
+    launched = "TORCHELASTIC_RUN_ID" in os.environ or any(map(_is_launcher, _ancestors[:1]))
     return os.getppid() if launched else 0
+
+
+def _command_lines_of_ancestors() -> list[list[str]]:
+    """Of the parent and its parent; [] for one that cannot be read."""
+    lines = []
+    for ancestor in psutil.Process().parents()[:2]:
+        try:
+            lines.append(ancestor.cmdline())
+        except psutil.Error:
+            lines.append([])
+    return lines
 
 
 def _is_launcher(line: list[str]) -> bool:
@@ -112,24 +118,20 @@ def _typed_command() -> list[str]:
     """The command line of the launcher that started this process, or of the process itself."""
     flags = sys.argv[1:]
 
-    def head_of(process: psutil.Process) -> list[str]:
-        """Its command line up to this script's flags; [] when they are not its last words."""
-        try:
-            line = process.cmdline()
-        except psutil.Error:
-            return []
+    def head_of(line: list[str]) -> list[str]:
+        """A command line up to this script's flags; [] when they are not its last words."""
         start = len(line) - len(flags)
         return line[:start] if start > 0 and line[start:] == flags else []
 
-    process = psutil.Process()
-    for ancestor in process.parents()[:2]:
+    # A launcher that a signal has ended is remembered.
+    for ancestor in (*_command_lines_of_ancestors(), *_ancestors):
         head = head_of(ancestor)
         if _is_launcher(head):
             # The kernel shows a launcher that is a Python script as `python /path/launcher`.
             if "python" in Path(head[0]).name.lower() and Path(head[1]).name in LAUNCHERS:
                 head = head[1:]
             return [_short(head[0]), *head[1:], *flags]
-    head = head_of(process)
+    head = head_of(psutil.Process().cmdline())
     if sys.argv[0] not in head:  # called from another program, a test say
         head = [sys.executable, sys.argv[0]]
     return [_short(head[0]), *head[1:], *flags]
@@ -140,3 +142,6 @@ def _short(program: str) -> str:
     name = Path(program).name
     found = shutil.which(name)
     return name if found and os.path.abspath(found) == os.path.abspath(program) else program
+
+
+_ancestors = _command_lines_of_ancestors()  # of this process when it started
