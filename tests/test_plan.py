@@ -105,9 +105,10 @@ def test_out_of_memory_names_the_flag(fail):
     with pytest.raises(ExplainedError) as caught:
         with explain_out_of_memory(PLAN, 32):
             fail()
-    assert str(caught.value) == (
-        "out of memory with micro_batch_size=64: "
-        "--micro-batch-size 32 --bn-group 32 needs less and keeps the recipe"
+    assert re.fullmatch(
+        r"out of memory with micro_batch_size=64 \(update \d+, .*; peak memory \d+\.\d\d GiB\): "
+        "--micro-batch-size 32 --bn-group 32 needs less and keeps the recipe",
+        str(caught.value),
     )
     assert caught.value.__cause__ is not None
 

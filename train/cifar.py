@@ -358,11 +358,8 @@ run       {directory}""")
         return metrics
 
     run = Run(directory, {**asdict(cfg), **derived}, tracker, step, read_only=cfg.eval_only)
-    with (
-        guard.watching(run.report),
-        run,
-        explain_out_of_memory(plan, bn_group if bn_plan.num_layers else 0),
-    ):
+    memory = explain_out_of_memory(plan, bn_group if bn_plan.num_layers else 0, directory)
+    with guard.watching(run.report), run, memory:
         if cfg.eval_only:
             return FINISHED if evaluate_now() else PREEMPTED
         if evaluation_due and not evaluate_now():

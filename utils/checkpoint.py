@@ -98,6 +98,7 @@ def save_checkpoint(
                 "files": files,
             }
             write_json(temporary / MANIFEST, content)
+            mark("save")
             fsync_directory(temporary)
             if final.exists():
                 _discard(final)

@@ -106,7 +106,10 @@ class NoteBoard:
 
     def is_first(self, key: str) -> bool:
         """Whether no process has asked this before."""
-        return self._call(lambda store: store.add(key, 1) == 1, True)
+        return self._call(lambda store: store.add(key, 1) == 1, world_size() == 1)
+
+    def is_lost(self) -> bool:
+        return self._store is None
 
     def _call(self, action: Callable[[Any], Any], otherwise: Any = None) -> Any:
         if self._store is not None:

@@ -29,7 +29,7 @@ import torch
 from accelerate.utils import parse_flag_from_env
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from utils import checkpoint, errors
+from utils import checkpoint, errors, marks
 from utils.console import warn
 from utils.distributed import NoteBoard, all_reduce_sum, gather_objects, on_main_process, rank
 from utils.distributed import world_size as number_of_processes
@@ -193,7 +193,7 @@ class Guard:
     def __enter__(self) -> "Guard":
         self._board = NoteBoard(f"guard/{next(_numbers)}")
         self._watch = HangWatch(self._board, self.hang_timeout, threading.get_ident())
-        mark("start")
+        marks.start()
         self._listen_to_signals()
         for target in (self._hear, self._look):
             self._threads.append(threading.Thread(target=target, name="guard", daemon=True))
@@ -322,6 +322,7 @@ class Guard:
                 f"  NCCL_DEBUG=INFO TORCH_DISTRIBUTED_DEBUG=DETAIL {command}\n"
             )
             os.write(2, text.encode())
+        self._watch.wait_for_others(5.0)
         self._leave(f"no progress for {place.idle_seconds:.0f} s; {verdict}")
 
     # ---- The end -----------------------------------------------------------------------------

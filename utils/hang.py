@@ -7,13 +7,14 @@ process has set a mark for the timeout; the one that stands furthest behind is t
 import json
 import sys
 import threading
+import time
 import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from utils.distributed import NoteBoard, rank, world_size
-from utils.marks import PHASES, Mark, latest
+from utils.marks import PHASES, Mark, first_step, latest
 
 # The first pass compiles, a save waits for the disk, the end exports: these may take three times
 # as long, everything else sets marks as it goes.
@@ -74,7 +75,6 @@ class HangWatch:
     _mark: Mark = field(default_factory=latest)
     _posts: int = 0
     _posted: float = 0.0  # seconds ago
-    _first_step: int | None = None
     _first_evaluation: int | None = None
 
     def __post_init__(self) -> None:
@@ -90,8 +90,6 @@ class HangWatch:
         mark = latest()
         self.idle_seconds = 0.0 if mark.count != self._mark.count else self.idle_seconds + seconds
         self._mark = mark
-        if mark.step and self._first_step is None:
-            self._first_step = mark.step
         if mark.phase == "evaluate reduce" and self._first_evaluation is None:
             self._first_evaluation = mark.step
         self._posted += seconds
@@ -107,7 +105,7 @@ class HangWatch:
 
     def may_take(self) -> float:
         phase, step = self._mark.phase, self._mark.step
-        first = self._first_evaluation is None if phase == "evaluate" else step == self._first_step
+        first = self._first_evaluation is None if phase == "evaluate" else step == first_step()
         patient = phase in PATIENT_PHASES or (phase in FIRST_PASS_PHASES and first)
         return self.timeout * (PATIENCE if patient else 1.0)
 
@@ -130,8 +128,17 @@ class HangWatch:
         place = Place(*json.loads(note)) if note else None
         changed = place is not None and (peer.place is None or place.posts != peer.place.posts)
         peer.silent_seconds = 0.0 if changed else peer.silent_seconds + seconds
-        peer.place = place
-        peer.left = self.board.read(f"left/{other}") or ""
+        peer.place = place or peer.place  # the store may be gone by now
+        peer.left = self.board.read(f"left/{other}") or peer.left
+
+    def wait_for_others(self, seconds: float) -> None:
+        """Until all have told what they know: whoever ends first may take the notes along."""
+        self.board.post(f"told/{rank()}", "")
+        deadline = time.monotonic() + seconds
+        waiting = [r for r, peer in self.peers.items() if not peer.left]
+        while waiting and time.monotonic() < deadline and not self.board.is_lost():
+            waiting = [r for r in waiting if self.board.read(f"told/{r}") is None]
+            time.sleep(0.1)
 
     def verdict(self) -> str:
         """Which rank is behind, the likely cause."""

@@ -29,14 +29,28 @@ class Mark(NamedTuple):
     phase: str
 
 
-_latest = Mark(0, 0, 0, "start")
+_latest, _first_step = Mark(0, 0, 0, "start"), 0
 
 
 def mark(phase: str, step: int | None = None, micro_step: int = 0) -> None:
     """This process is about to do `phase`, one of PHASES; of the same update when none is given."""
-    global _latest
+    global _latest, _first_step
+    if step and not _first_step:
+        _first_step = step
     _latest = Mark(_latest.count + 1, _latest.step if step is None else step, micro_step, phase)
 
 
 def latest() -> Mark:
     return _latest
+
+
+def first_step() -> int:
+    """The first update of this process, in which things are compiled; 0 before it."""
+    return _first_step
+
+
+def start() -> None:
+    """A loop begins."""
+    global _first_step
+    _first_step = 0
+    mark("start", 0)

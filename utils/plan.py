@@ -3,10 +3,14 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
+from utils.distributed import NoteBoard, rank
 from utils.errors import ExplainedError, UsageError
+from utils.marks import latest
+from utils.metrics import peak_memory_bytes
 
 # Messages of RuntimeErrors that mean it too: CPU (Linux, Windows), MPS and CUDA, cuBLAS and cuDNN.
 OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED")
@@ -48,22 +52,46 @@ def plan_batches(global_batch_size: int, micro_batch_size: int, num_processes: i
 
 
 @contextmanager
-def explain_out_of_memory(plan: BatchPlan, bn_group: int) -> Iterator[None]:
-    """Turn running out of memory into one line that names the flag to change.
+def explain_out_of_memory(
+    plan: BatchPlan, bn_group: int, directory: Path | None = None
+) -> Iterator[None]:
+    """Turn running out of memory into one line, from one process, that names the flag to change.
 
     Args:
         bn_group: examples that share BatchNorm statistics; 0 for a model without BatchNorm.
+        directory: of the run: what holds the memory is written there.
     """
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         kinds = (torch.OutOfMemoryError, MemoryError)
-        if isinstance(error, kinds) or any(text in str(error) for text in OUT_OF_MEMORY):
-            raise ExplainedError(
-                f"out of memory with micro_batch_size={plan.micro_batch_size}: "
-                f"{smaller_micro_batch(plan, bn_group)}"
-            ) from error
-        raise
+        if not isinstance(error, kinds) and not any(text in str(error) for text in OUT_OF_MEMORY):
+            raise
+        place = latest()
+        is_first = NoteBoard("memory").is_first(f"update {place.step}")
+        device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
+        details = [f"update {place.step}, micro-step {place.micro_step}, {place.phase}"]
+        details.append(f"peak memory {peak_memory_bytes(device) / 2**30:.2f} GiB")
+        if is_first and directory is not None:
+            details += _write_summary(directory / f"memory_rank_{rank()}.txt", error)
+        explained = ExplainedError(
+            f"out of memory with micro_batch_size={plan.micro_batch_size} "
+            f"({'; '.join(details)}): {smaller_micro_batch(plan, bn_group)}"
+        )
+        explained.quiet = not is_first
+        raise explained from error
+
+
+def _write_summary(path: Path, error: BaseException) -> list[str]:
+    """What holds the memory, where torch knows it (CUDA); the path, if it could be written."""
+    parts = [str(error)]
+    if torch.cuda.is_initialized():
+        parts.append(torch.cuda.memory_summary())
+    try:
+        path.write_text("\n".join(parts), encoding="utf-8")
+    except OSError:
+        return []
+    return [str(path)]
 
 
 def smaller_micro_batch(plan: BatchPlan, bn_group: int) -> str:

@@ -161,7 +161,7 @@ def fault_slow(cifar, seconds: str, *where: str) -> None:
 
     def slow_fsync(descriptor):
         if "checkpoints" in os.readlink(f"/proc/self/fd/{descriptor}"):
-            sleep(float(seconds) / 2, "save")  # two large files
+            sleep(float(seconds) / 5, "save")  # three files and two folders
         fsync(descriptor)
 
     os.fsync = slow_fsync

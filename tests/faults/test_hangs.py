@@ -82,7 +82,7 @@ class Notes(NoteBoard):
 def watch(monkeypatch):
     """A watch of rank 0 of 2 with a timeout of 100 s and an interval of 5 s."""
     monkeypatch.setattr(hang, "world_size", lambda: 2)
-    monkeypatch.setattr(marks, "_latest", marks.Mark(0, 0, 0, "start"))
+    marks.start()
     return HangWatch(Notes(), 100.0, 0)
 
 
