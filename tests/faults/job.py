@@ -252,6 +252,7 @@ class Job:
             )
             for rank in range(size)
         ]
+        self.started = time.monotonic()
         for process in self.processes:
             process.start()
 
