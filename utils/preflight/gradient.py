@@ -1,0 +1,305 @@
+"""The check of the gradient: the script's own update, distributed, against one process."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from utils.distributed import world_size
+from utils.preflight.job import FAIL, NOT_CHECKED, PASS, WARN, Finding, Job, Steps
+from utils.preflight.state import (
+    checksum,
+    full_precision,
+    generator_states,
+    inner_optimizer,
+    restored,
+    without_dropout,
+)
+from utils.preflight.truth import (
+    MOST_EXAMPLES,
+    Gradients,
+    emulate_groups,
+    merge,
+    perturb,
+    plain_copy,
+    slope_error,
+    small_batches,
+    small_size,
+    spread_counts,
+    sum_ratio,
+    true_gradient,
+)
+from utils.window import Batch
+
+# Relative error of a parameter's gradient. What rounding does to this very gradient is measured
+# (float32 against float64, in one process) and NOISE times as much is allowed on top; where that
+# is more than MOST_NOISE, an error of 1% could hide, and the parameter is left out.
+BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-9}
+NOISE, MOST_NOISE = 10.0, 1e-3
+LOOSE = {"bf16": 2e-2, "fp16": 1e-2}  # of the whole gradient, as configured
+SLOPE = 1e-2
+SCALING = (
+    "multiply the SUM of a micro-batch's losses by window.scale, and give it to "
+    "accelerator.backward: nothing else may weigh it"
+)
+
+
+def gradient(job: Job) -> Steps:
+    """A small window through the script's own `update`, and the same samples in one process."""
+    plan, size = job.plan, small_size(job)
+    examples = size * plan.num_processes * plan.accumulation
+    if job.is_sharded or examples > MOST_EXAMPLES:
+        yield None
+        seen = "the model is sharded" if job.is_sharded else f"{examples} examples at the least"
+        return Finding(NOT_CHECKED, f"{seen}: one process cannot hold the truth to compare with")
+    step = job.total_steps // 2 + 1
+    with restored(job):
+        ids, batches = small_batches(job, min(step, job.total_steps))
+        whole = batches[0]
+        batches = [dict(batch) for batch in batches]
+        uneven = spread_counts(job, batches)
+        content = [checksum(v) for b in batches for k, v in b.items() if k not in ("id", job.label)]
+        mine = [{key: value.cpu() for key, value in batch.items()} for batch in batches]
+        everyone = yield {"ids": ids.cpu(), "content": content, "batches": mine, "uneven": uneven}
+        repeated = _same_samples(everyone)
+        if repeated is not None:
+            return repeated
+        merged = [answer["batches"] for answer in everyone]
+        with _prepared(job):
+            facts = _strict(job, batches, whole, ids, min(step, job.total_steps), merged)
+        answers = yield facts
+        finding = judge_gradient(answers, plan.num_processes, plan.accumulation, job)
+        if finding.result == FAIL:
+            return finding
+        precision = job.accelerator.mixed_precision
+        if precision in LOOSE or job.comm_hook != "no":
+            with _prepared(job):
+                facts = _loose(job, batches, ids, min(step, job.total_steps), merged)
+            answers = yield facts
+            worst = max(answers)
+            bound = LOOSE.get(precision, LOOSE["bf16"])
+            name = precision if precision in LOOSE else f"{job.comm_hook} hook"
+            if not worst <= bound:
+                return Finding(
+                    FAIL,
+                    f"as configured ({name}) the gradient is {worst:.1e} off, more than {bound:g}",
+                    "compare a few hundred updates with --mixed_precision no and --comm-hook none",
+                )
+            finding = finding._replace(seen=f"{finding.seen}; as configured ({name}) {worst:.0e}")
+        return finding
+
+
+def _same_samples(everyone: list[dict[str, Any]]) -> Finding | None:
+    ids = torch.cat([answer["ids"] for answer in everyone])
+    contents = [tuple(answer["content"]) for answer in everyone]
+    twice = len(contents) > 1 and len(set(contents)) < len(contents)
+    if len(ids.unique()) == len(ids) and not twice:
+        return None
+    return Finding(
+        FAIL,
+        "several ranks see the same samples in one update, whatever their ids say"
+        if twice
+        else "an update has the same samples twice",
+        "a data set must read the samples it is asked for; nothing after the loader may broadcast "
+        "or exchange them",
+    )
+
+
+@contextmanager
+def _prepared(job: Job) -> Iterator[None]:
+    """Perturbed weights and no dropout, for a while."""
+    with restored(job), without_dropout(job.plain_model):
+        perturb(job.plain_model)
+        yield
+
+
+def own_gradients(job: Job, batches: list[Batch], ids, step: int) -> list[Gradients]:
+    """What the optimizer is given in `update`, one set for each step that it makes."""
+    optimizer, accelerator, model = inner_optimizer(job), job.accelerator, job.plain_model
+    seen: list[Gradients] = []
+
+    def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        named = model.named_parameters()
+        seen.append({n: p.grad.detach().clone() for n, p in named if p.grad is not None})
+        job.rates_used[step] = [group["lr"] for group in optimizer.param_groups]
+
+    clip = accelerator.clip_grad_norm_
+    accelerator.clip_grad_norm_ = lambda parameters, max_norm, norm_type=2: clip(  # type: ignore
+        parameters, math.inf, norm_type
+    )
+    handle = optimizer.register_step_pre_hook(before_step)
+    try:
+        optimizer.zero_grad()
+        job.update(job.train_loader.make_window(step, batches, ids))
+    finally:
+        handle.remove()
+        del accelerator.clip_grad_norm_
+    return seen
+
+
+def _strict(job, batches, whole, ids, step, merged) -> dict[str, Any]:
+    """Errors by parameter, in full precision, and what tells the causes apart."""
+    model = job.plain_model
+    copy = plain_copy(job)
+    facts: dict[str, Any] = {"sum": sum_ratio(job, copy, whole)}
+    with full_precision(model), without_dropout(copy):
+        seen = own_gradients(job, batches, ids, step)
+        facts["steps"] = len(seen)
+        if len(seen) != 1:
+            return facts
+        emulate_groups(job, copy)
+        before = generator_states()["torch"]
+        plain = true_gradient(job, copy, merge(merged, job.device, None))
+        facts["random"] = not torch.equal(before, generator_states()["torch"])
+        exact, facts["slope"] = _in_float64(job, copy, merged)
+    ours = seen[0]
+    facts["checksum"] = {name: checksum(g) for name, g in ours.items()}
+    names = [n for n in plain if n in ours]
+    facts["missing"] = sorted(set(plain) ^ set(ours))
+    facts |= _errors(ours, plain, exact or plain, names, exact is not None)
+    return facts
+
+
+def _in_float64(job: Job, copy: nn.Module, merged) -> tuple[Gradients | None, float | None]:
+    """The truth without rounding, where the device and the model have float64, and its slope."""
+    default = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        copy.double()
+        steps = merge(merged, job.device, torch.float64)
+        exact = true_gradient(job, copy, steps)
+        if not all(g.dtype == torch.float64 for g in exact.values()):
+            return None, None
+        return exact, slope_error(job, copy, steps, exact)
+    except (RuntimeError, TypeError, NotImplementedError):
+        return None, None
+    finally:
+        torch.set_default_dtype(default)
+
+
+def _errors(ours, plain, exact, names, measured: bool) -> dict[str, Any]:
+    """Compare; a small gradient is measured by a thousandth of its share in the whole one, as
+    those that are zero but for rounding (a bias in front of BatchNorm) have no size of their own.
+    """
+    ours, plain, exact = ({n: g[n].double().cpu() for n in names} for g in (ours, plain, exact))
+    norms = {n: float(exact[n].norm()) for n in names}
+    whole = math.sqrt(sum(norm**2 for norm in norms.values())) or 1.0
+    floor = 1e-3 * whole / math.sqrt(max(1, len(names)))
+    bound = BOUNDS.get(torch.get_default_dtype(), 1e-5)
+    worst, excess, left_out, worst_name = 0.0, 0.0, 0, ""
+    for name in names:
+        size = max(norms[name], floor)
+        noise = float((plain[name] - exact[name]).norm()) / size if measured else 1e-5
+        error = float((ours[name] - exact[name]).norm()) / size
+        if noise > MOST_NOISE:
+            left_out += 1
+        elif not error <= excess * (bound + NOISE * noise):
+            worst, excess, worst_name = error, error / (bound + NOISE * noise), name
+    product = sum(float((ours[n] * exact[n]).sum()) for n in names)
+    ratio = product / whole**2
+    rest = math.sqrt(sum(float((ours[n] - ratio * exact[n]).norm()) ** 2 for n in names)) / whole
+    return {
+        "error": worst,
+        "excess": excess,
+        "name": worst_name,
+        "left_out": left_out,
+        "count": len(names),
+        "ratio": ratio,
+        "rest": rest / max(abs(ratio), 1e-12),
+    }
+
+
+def _loose(job, batches, ids, step, merged) -> float:
+    """Relative error of the whole gradient with the precision and the hook as configured."""
+    copy = plain_copy(job)
+    emulate_groups(job, copy)
+    with without_dropout(copy):
+        seen = own_gradients(job, batches, ids, step)
+        autocast = job.accelerator.autocast if job.accelerator.native_amp else nullcontext
+        with autocast():
+            truth = true_gradient(job, copy, merge(merged, job.device, None))
+    if len(seen) != 1:
+        return math.inf
+    difference = sum(float((seen[0][n] - truth[n]).double().norm()) ** 2 for n in truth)
+    return math.sqrt(difference / sum(float(g.double().norm()) ** 2 for g in truth.values()))
+
+
+def judge_gradient(everyone: list[dict[str, Any]], processes: int, micro_steps: int, job: Job):
+    """From each rank's facts (see _strict), the clearest cause first."""
+    facts = everyone[0]
+    if facts["sum"] is not None and abs(facts["sum"] - 1) > 1e-3:
+        return Finding(
+            FAIL,
+            f"the loss of a batch is {facts['sum']:.3g} times that of its halves together",
+            "compute_loss must return the SUM of the losses (reduction='sum'), not their mean",
+        )
+    if facts["steps"] != 1:
+        return Finding(
+            FAIL,
+            f"{facts['steps']} optimizer steps in one update of {micro_steps} micro-steps",
+            "set accelerator.gradient_accumulation_steps = plan.accumulation, and step within "
+            "`with accelerator.accumulate(model)`",
+        )
+    if facts["random"]:
+        return Finding(NOT_CHECKED, "the model draws random numbers that could not be turned off")
+    for rank, answer in enumerate(everyone):
+        if answer["checksum"] != facts["checksum"]:
+            return Finding(
+                FAIL,
+                f"rank {rank} steps with another gradient than rank 0: they are not synchronised",
+                "no no_sync() but the one within accelerator.accumulate(model); call `model`, as "
+                "accelerator.prepare returned it, never the unwrapped one in training",
+            )
+    if facts["missing"]:
+        return Finding(
+            FAIL,
+            f"'{facts['missing'][0]}' has a gradient in the one and none in the other",
+            "the update must use the same parts of the model in every process",
+        )
+    worst = max(everyone, key=lambda answer: answer["excess"])
+    if job.comm_hook == "no" and not worst["excess"] <= 1:
+        seen = f"'{worst['name']}' is {worst['error']:.1e} off the truth in one process"
+        ratio, rest = worst["ratio"], worst["rest"]
+        if rest < 1e-3 * abs(1 - ratio) or rest < 1e-4:
+            return Finding(FAIL, f"the gradient is {ratio:.4g} times the truth", _scale(ratio, job))
+        remedy = SCALING
+        if micro_steps > 1:
+            remedy += "; no zero_grad between micro-steps"
+        if job.bn_plan.ranks_sharing > 1:
+            remedy += "; if it is right: BatchNorm is not synchronised as the plan says"
+        return Finding(FAIL, seen, remedy)
+    if worst["left_out"] > worst["count"] / 2:
+        return Finding(
+            NOT_CHECKED,
+            f"rounding alone moves {worst['left_out']} of {worst['count']} gradients by more than "
+            f"{MOST_NOISE:g}",
+            "normalise the inputs; a larger --bn-group",
+        )
+    slope = max((a["slope"] for a in everyone if a["slope"] is not None), default=0.0)
+    if slope > SLOPE:
+        return Finding(
+            WARN,
+            f"the gradient is not the slope of the loss ({slope:.0%} off)",
+            "a detach() or no_grad() on the way from the weights to the loss: take it out, unless "
+            "it is meant (a stop-gradient)",
+        )
+    hook = f" ({job.comm_hook} hook: loosely below)" if job.comm_hook != "no" else ""
+    where = f"{world_size()} processes x {micro_steps} micro-steps"
+    return Finding(PASS, f"{where} as in one process: {worst['error']:.0e} off at most{hook}")
+
+
+def _scale(ratio: float, job: Job) -> str:
+    plan = job.plan
+    known = {
+        1 / plan.accumulation: "accumulation is divided twice: accelerator.backward does it",
+        float(plan.accumulation): "the accumulation is not divided: use accelerator.backward",
+        1 / plan.num_processes: "the processes are divided twice: DDP does it",
+        float(plan.num_processes): "the loss is summed over the processes twice",
+    }
+    for factor, text in known.items():
+        if factor != 1 and abs(ratio - factor) < 1e-3 * factor:
+            return f"{text}; {SCALING}"
+    return SCALING
