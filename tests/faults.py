@@ -2,6 +2,7 @@
 `--preflight` must catch. Written from the table of faults, before the checks.
 """
 
+import importlib
 import importlib.util
 import json
 import os
@@ -53,7 +54,7 @@ SCALED = "accelerator.backward(loss * window.scale)"
 NUMBERS = 'batch["image"], batch["id"], **numbers'
 SHARD = "ShardSampler(len(test_set), num_processes, accelerator.process_index)"
 EVALUATE = "    evaluate_all = partial(evaluate, plain_model, test_loader, to_input, device)"
-TWO_MICRO_STEPS = {"micro_batch_size": 4, "bn_group": 4}
+TWO_MICRO_STEPS = {"micro_batch_size": 4}
 
 FAULTS = [
     # world
@@ -305,7 +306,7 @@ def build_model(""",
         "window.scale",
         [(SCALED, "accelerator.backward(loss / count_valid(batch))")],
         processes=1,
-        config=TWO_MICRO_STEPS,
+        config={"micro_batch_size": 8},
     ),
     Fault(
         "BatchNorm not synchronised",
@@ -358,7 +359,7 @@ def build_model(""",
         "zero_grad",
         [(SCALED, f"optimizer.optimizer.zero_grad()\n                {SCALED}")],
         processes=1,
-        config=TWO_MICRO_STEPS,
+        config={"micro_batch_size": 8},
     ),
     # schedule
     Fault(
@@ -473,6 +474,15 @@ HANGS = [
 ]
 
 
+def load(path: Path):
+    spec = importlib.util.spec_from_file_location("edited_cifar", path)
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    sys.modules["edited_cifar"] = script
+    spec.loader.exec_module(script)
+    return script
+
+
 def run_preflight(fault: Fault, directory: str, dtype=torch.float32, narrow: bool = True) -> dict:
     """The edited script's `--preflight` in this process: its exit, and on rank 0 the report."""
     rank = int(os.environ["RANK"])
@@ -488,25 +498,26 @@ def run_preflight(fault: Fault, directory: str, dtype=torch.float32, narrow: boo
     path.write_text(source)
     os.environ.update(fault.environment)
     torch.set_default_dtype(dtype)
+    flags = {**RECIPE, **fault.config, **{k: v for k, v in own.items() if k != "copy"}}
     saved_path, saved_version = list(sys.path), torch.__version__
     try:
         exec(fault.setup, {"os": os})
-        spec = importlib.util.spec_from_file_location("edited_cifar", path)
-        assert spec is not None and spec.loader is not None
-        script = importlib.util.module_from_spec(spec)
-        sys.modules["edited_cifar"] = script
-        spec.loader.exec_module(script)
+        if flags.get("num_workers"):  # a worker imports the data set's module by its name
+            script = importlib.import_module("train.cifar")
+        else:
+            script = load(path)
+        saved = script.torchvision_model, script.load_small_images
         if narrow:
             script.torchvision_model = lambda name, num_classes: NarrowResNet18(num_classes)
         data = small_data(**{**DATA, **fault.data})
         script.load_small_images = lambda *args, **kwargs: data
-        flags = {**RECIPE, **fault.config, **{k: v for k, v in own.items() if k != "copy"}}
         run = Path(directory) / "run"
         config = script.Config(**{"preflight": True, **flags, "output_dir": str(run)})
         try:
             code, error = script.main(config), ""
         except Exception as failure:
             code, error = None, f"{type(failure).__name__}: {failure}"
+        script.torchvision_model, script.load_small_images = saved
     finally:
         sys.path[:] = saved_path
         torch.__version__ = saved_version

@@ -15,15 +15,13 @@ REMEDY = "let learning_rate(step) count updates (window.step) and reach its end 
 
 def schedule(job: Job) -> Steps:
     """The rate over all updates: linear rule, warm-up, an end that is reached at the end."""
-    total = job.total_steps
+    total = max((yield job.total_steps))
     steps = sorted({1 + round(i * (total - 1) / max(1, POINTS - 1)) for i in range(POINTS)})
     rates = {step: float(job.learning_rate(step)) for step in steps}
     scale = 1.0
     if job.flags.get("lr_reference_batch"):
         scale = job.plan.global_batch_size / job.flags["lr_reference_batch"]
-    finding = judge_schedule(rates, job.rates_used, scale, job.final_rate)
-    yield None
-    return finding
+    return judge_schedule(rates, job.rates_used, scale, job.final_rate)
 
 
 def judge_schedule(
@@ -56,7 +54,7 @@ def judge_schedule(
         return Finding(PASS, f"one update, rate {last:g}")
     if peak == 0:
         return Finding(FAIL, "the rate is 0 in all updates: nothing is learnt", "raise --lr")
-    at_peak = max(step for step, rate in rates.items() if rate == peak)
+    at_peak = min(step for step, rate in rates.items() if rate == peak)
     after = {step: rate for step, rate in rates.items() if step > at_peak}
     lowest = min(after.values(), default=peak)
     if last > lowest + 0.5 * peak:
