@@ -63,9 +63,7 @@ FAULTS = [
         "world",
         "separate models",
         [(OPENED, OWN.format(""))],
-        processes=1,
-        environment={"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "ACCELERATE_USE_CPU": "false"},
-        config={"bn_group": 16},
+        environment={"ACCELERATE_USE_CPU": "false"},  # a launcher without it, and no GPU
     ),
     Fault(
         "FSDP fallen back to DDP",
@@ -470,6 +468,7 @@ HANGS = [
         "evaluation",
         "all processes",
         [after(EVALUATE, "if accelerator.process_index: evaluate_all = dict")],
+        setup="from utils.preflight import runner as r; r.HANG_SECONDS, r.GRACE_SECONDS = 15, 3",
     ),
 ]
 

@@ -1,8 +1,12 @@
 """`--preflight`: every fault of the list is caught by its own check, and clean scripts pass."""
 
+import json
+import re
+
 import pytest
 
-from tests.faults import BUILT, FAULTS, Fault, after, run_preflight
+from tests.faults import BUILT, FAULTS, HANGS, Fault, after, run_preflight
+from utils.preflight.world import judge_devices
 
 CHECKS = (
     "world devices data random model unused batchnorm gradient schedule evaluation".split()
@@ -106,3 +110,45 @@ def test_no_false_alarm(pool, tmp_path, case):
     assert set(results.values()) == {"pass"}, answer["report"]["checks"]
     assert answer["code"] == 0
     assert len(answer["report"]["ranks"]) == case.processes
+
+
+@pytest.mark.parametrize("fault", [pytest.param(fault, id=fault.name) for fault in HANGS])
+def test_a_hang_is_reported_and_the_job_ended(pool, tmp_path, fault):
+    with pytest.raises(AssertionError, match="the worker process died"):
+        pool.run(fault.processes, run_preflight, fault, str(tmp_path), init=False)
+    report = json.loads((tmp_path / "run" / "preflight.json").read_text())
+    results = {entry["check"]: entry["result"] for entry in report["checks"]}
+    assert results[fault.check] == "fail" and list(results) == CHECKS
+    entry = next(e for e in report["checks"] if e["check"] == fault.check)
+    assert fault.remedy in entry["remedy"] and "rank 0 at work; rank 1 waiting" in entry["seen"]
+    assert set(list(results.values())[CHECKS.index(fault.check) + 1 :]) <= {"not run"}
+    assert not report["ok"]
+
+
+def device(**changes) -> dict:
+    """What a rank of a machine with two GPUs has to say of its device."""
+    facts = dict(host="a", device="cuda:0", index=0, count=2, uuid="u0", name="G", free=9, total=10)
+    return facts | dict(parameters_on=["cuda:0"], elsewhere=[], threads=1, cores=2) | changes
+
+
+SECOND = dict(device="cuda:1", index=1, uuid="u1", parameters_on=["cuda:1"])
+
+
+@pytest.mark.parametrize(
+    ("second", "result", "words"),
+    [
+        (SECOND, "pass", ""),
+        ({**SECOND, "host": "b", "uuid": "u0"}, "pass", ""),
+        ({**SECOND, "device": "cuda:2", "index": 2}, "fail", "ordinal.*num_processes"),
+        ({}, "fail", "ranks 0, 1 share.*num_processes"),
+        ({**SECOND, "parameters_on": ["cuda:0"]}, "fail", "parameters on cuda:0.*prepare"),
+        ({**SECOND, "elsewhere": [0]}, "fail", "memory on GPU 0.*accelerator.device"),
+        ({**SECOND, "free": 0}, "warn", "0%.*nvidia-smi"),
+        ({**SECOND, "name": "H"}, "warn", "G and H.*slowest"),
+    ],
+)
+def test_devices(monkeypatch, second, result, words):
+    monkeypatch.setattr("utils.preflight.runner.world_size", lambda: 3)
+    finding = judge_devices([device(), device(**second)])
+    assert finding.result == result
+    assert re.search(words, f"{finding.seen} {finding.remedy}")

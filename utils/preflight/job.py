@@ -119,4 +119,5 @@ def read_samples(loader: DataLoader, ids: list[int]) -> Batch:
     """These samples as the loader would hand them out, read in this process."""
     data: Any = loader.dataset
     many = getattr(data, "__getitems__", None)
-    return loader.collate_fn(many(ids) if many else [data[i] for i in ids])
+    collate: Any = loader.collate_fn
+    return collate(many(ids) if many else [data[i] for i in ids])

@@ -43,12 +43,13 @@ class Meeting:
     script that not all of them entered cannot be mistaken for one of ours."""
 
     def __init__(self):
-        self.group, self.store = None, None
+        self.group: Any = None
+        self.store: Any = None
         if world_size() > 1:
             # All ranks make it; objects need no GPU, and gloo is part of every build.
             self.group = dist.new_group(backend="gloo", timeout=timedelta(hours=1))
             store = dist.distributed_c10d._get_default_store()
-            self.store = dist.PrefixStore("preflight", store)
+            self.store = dist.distributed_c10d.PrefixStore("preflight", store)
 
     def gather(self, value: Any) -> list[Any]:
         if self.group is None:
