@@ -7,8 +7,10 @@ import importlib.util
 import json
 import os
 import sys
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -80,7 +82,7 @@ FAULTS = [
         "another version on one rank",
         "world",
         "version",
-        setup="import torch\nif os.environ['RANK'] == '1': torch.__version__ = '2.0.0'",
+        setup="if os.environ['RANK'] == '1': patch('torch.__version__', '2.0.0')",
     ),
     Fault("another code on one rank", "world", "code", last_rank={"copy": "other"}),
     # data
@@ -462,6 +464,79 @@ def build_model(""",
     ),
 ]  # fmt: skip
 
+FAULTS += [
+    # speed
+    Fault(
+        "losses kept from step to step",
+        "speed",
+        "graph",
+        [
+            ("def count_valid(", "KEPT = []\n\n\ndef count_valid("),
+            (f"{SCALED}  #", f"KEPT.append(loss); {SCALED}  #"),
+        ],
+    ),
+    Fault(
+        "data-bound",
+        "speed",
+        "num-workers",
+        [
+            (
+                "        index = torch.tensor(ids, dtype=torch.int64)",
+                "        import time\n\n        time.sleep(0.05 * len(ids))\n"
+                "        index = torch.tensor(ids, dtype=torch.int64)",
+            )
+        ],
+        config={"epochs": 1},
+        results=("warn",),
+    ),
+    Fault(
+        "threads times ranks over the cores",
+        "speed",
+        "OMP_NUM_THREADS",
+        [after(PREPARED, "torch.set_num_threads(3 * torch.get_num_threads() + 1)")],
+        setup="patch('os.sched_getaffinity', lambda pid: {0, 1})",
+        results=("warn",),
+    ),
+    # checkpoint
+    Fault(
+        "not shared",
+        "checkpoint",
+        "share",
+        setup="import pathlib\nif os.environ['RANK'] == '1': "
+        "patch('utils.preflight.disk.Path', lambda path: pathlib.Path(path + '-else'))",
+    ),
+    Fault(
+        "cannot be written",
+        "checkpoint",
+        "output-dir",
+        setup="patch('utils.preflight.disk.FOLDER', 300 * 'x')",
+    ),
+    Fault(
+        "too small",
+        "checkpoint",
+        "space",
+        setup="import types\nfull = lambda path: types.SimpleNamespace(free=1000)\n"
+        "patch('utils.preflight.disk.shutil.disk_usage', full)",
+    ),
+    Fault(
+        "comes back changed",
+        "checkpoint",
+        "saved",
+        setup="from utils import checkpoint\nold = checkpoint.load_checkpoint\n"
+        "def load(found, *, model):\n    old(found, model=model)\n    model.fc.bias.data += 1\n"
+        "patch('utils.checkpoint.load_checkpoint', load)",
+    ),
+    # tracker
+    Fault(
+        "key missing",
+        "tracker",
+        "wandb login",
+        config={"tracker": "wandb"},
+        environment={"WANDB_MODE": "online", "WANDB_API_KEY": "", "NETRC": "/dev/null"},
+        results=("warn",),
+    ),
+]
+
 HANGS = [
     Fault(
         "evaluation with collectives on rank 0 only",
@@ -498,9 +573,10 @@ def run_preflight(fault: Fault, directory: str, dtype=torch.float32, narrow: boo
     os.environ.update(fault.environment)
     torch.set_default_dtype(dtype)
     flags = {**RECIPE, **fault.config, **{k: v for k, v in own.items() if k != "copy"}}
-    saved_path, saved_version = list(sys.path), torch.__version__
+    saved_path, stack = list(sys.path), ExitStack()
     try:
-        exec(fault.setup, {"os": os})
+        stack.enter_context(mock.patch("utils.preflight.speed.MOST_UPDATES", 5))
+        exec(fault.setup, {"os": os, "patch": lambda *a: stack.enter_context(mock.patch(*a))})
         if flags.get("num_workers"):  # a worker imports the data set's module by its name
             script = importlib.import_module("train.cifar")
         else:
@@ -519,7 +595,7 @@ def run_preflight(fault: Fault, directory: str, dtype=torch.float32, narrow: boo
         script.torchvision_model, script.load_small_images = saved
     finally:
         sys.path[:] = saved_path
-        torch.__version__ = saved_version
+        stack.close()
     report = run / "preflight.json"
     found = json.loads(report.read_text()) if rank == 0 and report.exists() else None
     return {"code": code, "error": error, "report": found}

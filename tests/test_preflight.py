@@ -2,15 +2,24 @@
 
 import json
 import re
+import subprocess
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
+import torch
 
+from tests.conftest import REPOSITORY
 from tests.faults import BUILT, FAULTS, HANGS, Fault, after, run_preflight
+from utils.preflight.speed import judge_network, judge_speed
 from utils.preflight.world import judge_devices
 
-CHECKS = (
-    "world devices data random model unused batchnorm gradient schedule evaluation".split()
-)  # in this order
+CHECKS = (  # in this order
+    "world devices data random model unused batchnorm gradient schedule evaluation "
+    "network speed checkpoint tracker"
+).split()
 
 
 def results_of(answer: dict) -> dict[str, str]:
@@ -152,3 +161,124 @@ def test_devices(monkeypatch, second, result, words):
     finding = judge_devices([device(), device(**second)])
     assert finding.result == result
     assert re.search(words, f"{finding.seen} {finding.remedy}")
+
+
+def network_facts(link: float, bandwidth: float = 1e9) -> dict:
+    return {"round_trip": 1e-4, "bandwidth": bandwidth, "link": link}
+
+
+def test_network_names_one_slow_link():
+    links = [1e9, 1.1e9, 0.3e9, 0.9e9]
+    finding = judge_network([network_facts(link) for link in links])
+    assert finding.result == "warn" and "machine of rank 2" in finding.seen
+    assert "NCCL_SOCKET_IFNAME" in finding.remedy
+    assert judge_network([network_facts(link) for link in (1e9, 0.6e9, 0.9e9)]).result == "pass"
+    assert judge_network([network_facts(0.0)] * 2).result == "pass"
+
+
+@pytest.mark.parametrize(
+    ("second", "result", "words"),
+    [
+        ({}, "pass", "5% communicating"),
+        ({"alone": 1.4}, "warn", "rank 1 computes 1.4.*straggler"),
+        ({"wait": 0.6}, "warn", "bottleneck"),
+        ({"seconds": 2.0}, "warn", "communicating.*comm-hook"),
+        ({"grows": "4x10"}, "fail", "rank 1.*4x10.*graph"),
+    ],
+)
+def test_speed_on_accelerators(second, result, words):
+    facts = dict(processes=2, threads=0, cores=8, updates=10, seconds=1.0, alone=0.95, wait=0.0)
+    facts |= dict(grows="", peak=1)
+    job = SimpleNamespace(
+        plan=SimpleNamespace(global_batch_size=8), total_steps=9, device=torch.device("cuda")
+    )
+    finding = judge_speed([facts, facts, facts | second][1:], job)
+    assert finding.result == result
+    assert re.search(words, f"{finding.seen} {finding.remedy}")
+
+
+def state_after_preflight(directory: str, config: dict) -> list[str]:
+    """What of the script's state is another one after its preflight than before."""
+    from utils.preflight import checks
+    from utils.preflight.state import fingerprint, generator_states
+
+    states = []
+
+    def state(job) -> dict:
+        values = {f"weights {k}": v for k, v in fingerprint(job.plain_model).items()}
+        values |= {f"generator {k}": repr(v) for k, v in generator_states().items()}
+        values["optimizer"] = repr(job.optimizer.state_dict())
+        values["windows"] = [layer.bn_window.sum().item() for _, layer in job.bn_plan.layers]
+        values["counters"] = (job.accelerator.step, job.sampler.start_step)
+        values["modes"] = [module.training for module in job.plain_model.modules()]
+        values["gradients"] = [p.grad is None for p in job.plain_model.parameters()]
+        values["loader"] = job.train_loader.loader.generator.get_state().tolist()
+        return values
+
+    def check_all(job) -> int:
+        states.append(state(job))
+        entries = checks.run_checks(job, checks.ALL)
+        states.append(state(job))
+        return int(any(entry.finding.result != "pass" for entry in entries))
+
+    with mock.patch("utils.preflight.check_all", check_all):
+        answer = run_preflight(Fault("", "", "", config=config), directory)
+    assert answer["code"] == 0, answer
+    before, after = states
+    return [key for key in before if before[key] != after[key]]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_training_state_is_as_before(pool, tmp_path, processes):
+    config = {"micro_batch_size": 8 // processes}
+    changed = pool.run(processes, state_after_preflight, str(tmp_path), config, init=False)
+    assert changed == [[]] * processes
+
+
+def start_in_this_process(fault: Fault, directory: str, dtype) -> dict:
+    """A normal run of the edited script, of two updates."""
+    config = {**fault.config, "preflight": False, "max_steps": 2}
+    return run_preflight(replace(fault, config=config), directory, dtype)
+
+
+@pytest.mark.parametrize(
+    "name", ["same shard twice", "label 10 of 10 classes", "one rank loaded other weights"]
+)
+def test_a_normal_start_is_stopped_by_a_fail(pool, tmp_path, name):
+    fault = next(fault for fault in FAULTS if fault.name == name)
+    answers = pool.run(2, start_in_this_process, fault, str(tmp_path), torch.float32, init=False)
+    for answer in answers:
+        assert answer["error"].startswith(f"ExplainedError: {fault.check}:"), answer
+        assert fault.remedy in answer["error"]
+
+
+def test_a_clean_start_says_nothing_and_trains(pool, tmp_path):
+    clean = Fault("", "", "", config={"bn_group": 16})
+    answers = pool.run(2, start_in_this_process, clean, str(tmp_path), torch.float64, init=False)
+    assert [answer["code"] for answer in answers] == [0, 0], answers
+
+
+def test_in_float64(pool, tmp_path):
+    clean = Fault("", "", "", config={"bn_group": 16})
+    answer = pool.run(2, run_preflight, clean, str(tmp_path), torch.float64, init=False)[0]
+    assert set(results_of(answer).values()) == {"pass"}, answer
+
+
+def test_launched(tmp_path):
+    """As a user starts it: the report fits 100 columns, the exit code is 0."""
+    command = "accelerate.commands.launch --config_file accelerate_configs/cpu_2.yaml".split()
+    flags = "--dataset digits --subset 300 --global-batch-size 32 --bn-group 16 --tracker none"
+    done = subprocess.run(
+        [sys.executable, "-m", *command, "train/cifar.py", "--preflight", *flags.split()]
+        + ["--output-dir", str(tmp_path / "run")],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "run" / "preflight.json").read_text())
+    assert report["ok"] and len(report["ranks"]) == 2
+    table = done.stdout[done.stdout.index("rank  local") : done.stdout.index("preflight passed")]
+    assert max(map(len, table.splitlines())) <= 100
+    assert not list((tmp_path / "run").glob("check*"))  # nothing was trained

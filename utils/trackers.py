@@ -88,7 +88,7 @@ def _open_wandb(directory: Path, run_id: str) -> Any:
     import wandb
     from accelerate.tracking import WandBTracker
 
-    offline = "WANDB_MODE" not in os.environ and not _has_wandb_key()
+    offline = "WANDB_MODE" not in os.environ and not has_wandb_key()
     for mode in ("offline",) if offline else (os.environ.get("WANDB_MODE", "online"), "offline"):
         tracker = WandBTracker(
             os.environ.get("WANDB_PROJECT", directory.resolve().parent.name or "runs"),
@@ -109,7 +109,7 @@ def _open_wandb(directory: Path, run_id: str) -> Any:
     return None
 
 
-def _has_wandb_key() -> bool:
+def has_wandb_key() -> bool:
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("//")[-1].split("/")[0]

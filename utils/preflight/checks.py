@@ -9,6 +9,7 @@ from utils.console import say, warn
 from utils.distributed import gather_objects, rank
 from utils.errors import ERROR, FINISHED, ExplainedError
 from utils.preflight.data import data, data_at_start, random_numbers
+from utils.preflight.disk import checkpoints, tracker
 from utils.preflight.evaluation import evaluation
 from utils.preflight.gradient import gradient
 from utils.preflight.job import FAIL, WARN, Job
@@ -16,6 +17,7 @@ from utils.preflight.model import batchnorm, model, unused
 from utils.preflight.report import publish, rank_lines
 from utils.preflight.runner import Check, Entry, run_checks
 from utils.preflight.schedule import schedule
+from utils.preflight.speed import network, speed
 from utils.preflight.state import fingerprint
 from utils.preflight.world import devices, world
 
@@ -32,6 +34,10 @@ ALL = (
     ),
     Check("schedule", schedule, needs=("world",)),
     Check("evaluation", evaluation, needs=("world", "data", "model")),
+    Check("network", network, needs=("world",)),
+    Check("speed", speed, needs=("world", "data", "model", "unused", "gradient")),
+    Check("checkpoint", checkpoints, needs=("world", "model")),
+    Check("tracker", tracker, needs=("world",)),
 )  # fmt: skip
 AT_START = (
     Check("world", world),
@@ -55,6 +61,7 @@ def check_all(job: Job) -> int:
 
     entries = run_checks(job, ALL, report)
     report(entries)
+    job.accelerator.end_training()  # closes the process group: left open, it aborts the exit
     return ERROR if any(entry.finding.result == FAIL for entry in entries) else FINISHED
 
 

@@ -4,7 +4,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from utils.console import say
+from utils.console import say, warn
 from utils.files import write_json
 from utils.preflight.job import FAIL, PASS, WARN
 from utils.preflight.runner import Entry
@@ -60,7 +60,6 @@ def publish(
         f"{warned} warn, {failed} fail, {len(results) - passed - warned - failed} not checked or "
         f"not run; {directory / 'preflight.json'}"
     )
-    directory.mkdir(parents=True, exist_ok=True)
     content = {
         "ok": failed == 0,
         "seconds": seconds,
@@ -70,4 +69,8 @@ def publish(
             for entry in entries
         ],
     }
-    write_json(directory / "preflight.json", content)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        write_json(directory / "preflight.json", content)
+    except OSError as error:
+        warn(f"preflight.json not written: {error}")

@@ -22,12 +22,14 @@ def checksum(tensor: Tensor) -> str:
     tensor = tensor.detach()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
-    bits = tensor.contiguous().reshape(-1).view(INTEGERS[tensor.element_size()])
+    bits = tensor.contiguous().reshape(-1)
+    whole_words = tensor.element_size() * tensor.numel() % 8 == 0 and bits.storage_offset() == 0
+    bits = bits.view(torch.int64 if whole_words else INTEGERS[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start in range(0, bits.numel(), CHUNK):
         part = bits[start : start + CHUNK].long()
-        odd = 2 * torch.arange(start, start + len(part), device=part.device) + 1
-        total += (part * odd).sum()
+        odd = torch.arange(2 * start + 1, 2 * (start + len(part)) + 1, 2, device=part.device)
+        total += odd.mul_(part).sum()
     kind = str(tensor.dtype).removeprefix("torch.")
     return f"{kind} {'x'.join(map(str, tensor.shape))} {int(total) & (1 << 64) - 1:016x}"
 
