@@ -8,12 +8,13 @@ import time
 from utils.console import say, warn
 from utils.distributed import gather_objects, rank
 from utils.errors import ERROR, FINISHED, ExplainedError
-from utils.preflight.data import data, data_at_start, random_numbers
+from utils.preflight.data import data, data_at_start
 from utils.preflight.disk import checkpoints, tracker
 from utils.preflight.evaluation import evaluation
 from utils.preflight.gradient import gradient
 from utils.preflight.job import FAIL, WARN, Job
 from utils.preflight.model import batchnorm, model, unused
+from utils.preflight.randomness import random_numbers
 from utils.preflight.report import publish, rank_lines
 from utils.preflight.runner import Check, Entry, run_checks
 from utils.preflight.schedule import schedule

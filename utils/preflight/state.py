@@ -23,8 +23,12 @@ def checksum(tensor: Tensor) -> str:
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     bits = tensor.contiguous().reshape(-1)
-    whole_words = tensor.element_size() * tensor.numel() % 8 == 0 and bits.storage_offset() == 0
-    bits = bits.view(torch.int64 if whole_words else INTEGERS[tensor.element_size()])
+    size = bits.element_size()
+    if size * bits.numel() % 8 == 0:  # by words of 8 bytes, for speed
+        aligned = size * bits.storage_offset() % 8 == 0
+        bits = (bits if aligned else bits.clone()).view(torch.int64)
+    else:
+        bits = bits.view(INTEGERS[size])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start in range(0, bits.numel(), CHUNK):
         part = bits[start : start + CHUNK].long()
