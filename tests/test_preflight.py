@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
@@ -13,6 +14,7 @@ import torch
 
 from tests.conftest import REPOSITORY
 from tests.faults import BUILT, FAULTS, HANGS, Fault, after, run_preflight
+from utils.preflight.model import judge_unused
 from utils.preflight.speed import judge_network, judge_speed
 from utils.preflight.state import checksum
 from utils.preflight.world import judge_devices
@@ -27,7 +29,18 @@ def results_of(answer: dict) -> dict[str, str]:
     return {entry["check"]: entry["result"] for entry in answer["report"]["checks"]}
 
 
-@pytest.mark.parametrize("fault", [pytest.param(fault, id=fault.name) for fault in FAULTS])
+def cases(faults: list[Fault], fast: int) -> list:
+    """Parameters of a test; of each check the first `fast` cases, the slow tier runs all."""
+    seen: Counter[str] = Counter()
+    parameters = []
+    for fault in faults:
+        seen[fault.check] += 1
+        marks = [pytest.mark.slow] if seen[fault.check] > fast else []
+        parameters.append(pytest.param(fault, id=fault.name, marks=marks))
+    return parameters
+
+
+@pytest.mark.parametrize("fault", cases(FAULTS, fast=2))
 def test_fault_is_caught_by_its_check_alone(pool, tmp_path, fault):
     answer = pool.run(fault.processes, run_preflight, fault, str(tmp_path), init=False)[0]
     assert answer["report"] is not None, answer
@@ -111,7 +124,7 @@ CLEAN = [
 ]
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CLEAN])
+@pytest.mark.parametrize("case", cases(CLEAN, fast=6))
 def test_no_false_alarm(pool, tmp_path, case):
     answer = pool.run(case.processes, run_preflight, case, str(tmp_path), init=False)[0]
     assert answer["report"] is not None, answer
@@ -133,6 +146,17 @@ def test_a_hang_is_reported_and_the_job_ended(pool, tmp_path, fault):
     assert fault.remedy in entry["remedy"] and "rank 0 at work; rank 1 waiting" in entry["seen"]
     assert set(list(results.values())[CHECKS.index(fault.check) + 1 :]) <= {"not run"}
     assert not report["ok"]
+
+
+def test_unused_parameters():
+    names = ["head.weight"]
+    assert judge_unused([names], 9, False, in_ddp=False).result == "warn"
+    assert judge_unused([names], 9, False, in_ddp=True).result == "fail"
+    assert judge_unused([names, names], 9, True, in_ddp=True).result == "pass"
+    searched = judge_unused([[], []], 9, True, in_ddp=True)
+    assert searched.result == "warn" and "leave out" in searched.remedy
+    partly = judge_unused([names, []], 9, False, in_ddp=True)
+    assert partly.result == "fail" and "head.weight" in partly.seen and "rank 0" in partly.seen
 
 
 def device(**changes) -> dict:

@@ -7,7 +7,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from utils.batchnorm import GroupBatchNorm
-from utils.distributed import world_size
 from utils.preflight.job import FAIL, NOT_CHECKED, PASS, WARN, Finding, Job, Steps
 from utils.preflight.runner import name_ranks
 from utils.preflight.state import fingerprint, restored
@@ -71,18 +70,24 @@ def unused(job: Job) -> Steps:
             loss.backward()
             missing = {n for n, p in copy.named_parameters() if p.requires_grad and p.grad is None}
             without = missing if without is None else without & missing
+    in_ddp = isinstance(getattr(job.model, "_orig_mod", job.model), DistributedDataParallel)
     everyone = yield sorted(without or ())
-    return judge_unused(everyone, len(trainable), job.find_unused_parameters)
+    return judge_unused(everyone, len(trainable), job.find_unused_parameters, in_ddp)
 
 
-def judge_unused(everyone: list[list[str]], count: int, finds_unused: bool) -> Finding:
-    """From the names of the parameters without a gradient, by rank."""
+def judge_unused(
+    everyone: list[list[str]], count: int, finds_unused: bool, in_ddp: bool
+) -> Finding:
+    """From the names of the parameters without a gradient, by rank.
+
+    Without DDP (one process) they are merely not trained; with it, the next update raises.
+    """
     somewhere = sorted(set().union(*everyone))
     everywhere = sorted(set(everyone[0]).intersection(*everyone))
     partly = [name for name in somewhere if name not in everywhere]
     advice = "; use them all, or freeze them (requires_grad_(False)); or --find-unused-parameters"
     if not somewhere:
-        if finds_unused and world_size() > 1:
+        if finds_unused and in_ddp and len(everyone) > 1:
             return Finding(
                 WARN,
                 f"all {count} parameters get a gradient",
@@ -98,7 +103,7 @@ def judge_unused(everyone: list[list[str]], count: int, finds_unused: bool) -> F
         remedy = "a head that the loss does not use, or a detach() or no_grad() behind it" + advice
     if finds_unused:
         return Finding(PASS, f"{seen} (--find-unused-parameters is on)")
-    return Finding(FAIL if world_size() > 1 else WARN, seen, remedy)
+    return Finding(FAIL if in_ddp else WARN, seen, remedy)
 
 
 def batchnorm(job: Job) -> Steps:
