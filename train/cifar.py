@@ -24,7 +24,7 @@ from torchvision.models.resnet import BasicBlock, Bottleneck
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root: utils/ needs no install
 
-from utils import checkpoint
+from utils import checkpoint, preflight
 from utils.augment import normalise, random_crop_flip
 from utils.batchnorm import convert_batchnorm, resolve_group
 from utils.console import Progress, say
@@ -62,7 +62,7 @@ class Config:
     micro_batch_size: int = 0  # examples per process per forward; 0 = global/processes
     epochs: int = 30  # passes over the training set
     max_steps: int = 0  # updates, at most, the schedule cut too; 0 = as epochs says
-    lr: float = 0.2  # peak learning rate at the reference batch
+    lr: float = 0.1  # peak learning rate at the reference batch
     lr_reference_batch: int = 256  # examples; the rate is lr * global_batch_size / N; 0 = lr as is
     warmup_fraction: float = 0.05  # share of all updates spent in linear warm-up
     momentum: float = 0.9  # Nesterov momentum
@@ -73,6 +73,7 @@ class Config:
     # Run
     output_dir: str = ""  # the run directory; default runs/cifar-<date-time>
     resume: str = "auto"  # auto = newest checkpoint in the run directory; never; or a path
+    preflight: bool = False  # check everything, print the report, exit 0 or 1 without training
     stop_after: int = 0  # save and stop after update N, as a preemption would; 0 = off
     eval_only: bool = False  # evaluate the resumed checkpoint, write the metrics, exit
     save_every: int = 500  # updates between checkpoints; one at the end in any case
@@ -249,6 +250,7 @@ def main(cfg: Config) -> int:
     example = to_input({"image": data.test.images[:1]})["image"]
     bn_plan.check_values_per_channel(lambda: check_forward(model, example, cfg.model))
     num_parameters = sum(p.numel() for p in model.parameters())
+    built = preflight.fingerprint(model)  # `prepare` makes rank 0's weights everybody's
 
     # ---- Optimizer ---------------------------------------------------------------------------
     lr_used = cfg.lr * (cfg.global_batch_size / (cfg.lr_reference_batch or cfg.global_batch_size))
@@ -277,6 +279,8 @@ def main(cfg: Config) -> int:
     plain_model = accelerator.unwrap_model(model, keep_torch_compile=False)
     seed_dropout(cfg.seed, accelerator.process_index)  # from here on the ranks' numbers differ
 
+    train_loss = partial(compute_loss, label_smoothing=cfg.label_smoothing)
+
     def update(window: Window) -> Totals:
         """One update: the window's micro-steps, then clip, step, statistics."""
         for group in optimizer.param_groups:
@@ -284,7 +288,7 @@ def main(cfg: Config) -> int:
         losses = []
         for batch in window.batches:
             with accelerator.accumulate(model):  # gradients travel in the last micro-step only
-                loss, _ = compute_loss(model, batch, cfg.label_smoothing)
+                loss, _ = train_loss(model, batch)
                 accelerator.backward(loss * window.scale)  # sum of losses / the window's count
                 losses.append(loss.detach())
                 if accelerator.sync_gradients:
@@ -331,6 +335,13 @@ run       {directory}""")
     if step == total_steps and is_finished(directory) and not cfg.eval_only:
         say("finished  already: nothing to do (more --epochs would continue it)")
         return FINISHED
+    job = preflight.Job(accelerator, model, optimizer, bn_plan, directory, asdict(cfg), built)
+    job.set_data(train_loader, test_loader, num_classes=len(data.classes))
+    evaluate_all = partial(evaluate, plain_model, test_loader, to_input, device)
+    job.set_functions(update, train_loss, learning_rate, evaluate_all)
+    if cfg.preflight:
+        return preflight.check_all(job)
+    preflight.check_start(job)
     derived = {
         **asdict(plan),
         "world_size": num_processes,

@@ -73,16 +73,31 @@ def open_accelerator(
             InitProcessGroupKwargs(timeout=collective_timeout(timedelta(seconds=6 * hang_timeout))),
         ],
     )
-    _check_engine(accelerator.distributed_type)
-    if asked != accelerator.num_processes:
-        raise UsageError(
-            f"{asked} processes were started, but each of them sees {accelerator.num_processes}: "
-            f"they would train {asked} separate models into the same files; start one launcher a "
-            f"machine: {_right_launch(on_cpu)}"
-        )
+    check_world(accelerator, asked, on_cpu)
     if on_cpu:
         _share_cores()
     return accelerator
+
+
+def check_world(accelerator: Accelerator, asked: int, on_cpu: bool) -> None:
+    """Refuse another engine or number of processes (`asked`) than the launcher's."""
+    found = accelerator.num_processes
+    _check_engine(accelerator.distributed_type)
+    if asked != found:
+        raise UsageError(
+            f"{asked} processes were started, but each of them sees {found}: "
+            f"they would train {asked} separate models into the same files; start one launcher a "
+            f"machine: {_right_launch(on_cpu)}"
+        )
+
+
+def check_precision(precision: str, on_cpu: bool) -> None:
+    """Refuse a precision that Accelerate accepts and does not give."""
+    if on_cpu and precision in ("fp16", "fp8"):
+        raise UsageError(
+            f"mixed_precision={precision} does not exist on a CPU (it would silently run in "
+            "float32); use --mixed_precision bf16 or no"
+        )
 
 
 def seed_dropout(seed: int, rank: int, step: int = 0) -> None:
@@ -163,12 +178,7 @@ def _check_launcher(on_cpu: bool) -> None:
     """Refuse what Accelerate accepts from the launcher and then does not do."""
     if on_cpu:
         _check_engine(DistributedType.MULTI_CPU)  # DeepSpeed would raise errors of its own
-    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if on_cpu and precision in ("fp16", "fp8"):
-        raise UsageError(
-            f"mixed_precision={precision} does not exist on a CPU (it would silently run in "
-            "float32); use --mixed_precision bf16 or no"
-        )
+    check_precision(os.environ.get("ACCELERATE_MIXED_PRECISION", "no"), on_cpu)
     steps = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
     if steps not in ("1", "auto"):
         raise UsageError(

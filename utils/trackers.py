@@ -87,8 +87,7 @@ def _open_wandb(directory: Path, run_id: str) -> Any:
     import wandb
     from accelerate.tracking import WandBTracker
 
-    host = os.environ.get("WANDB_BASE_URL") or wandb.Settings().base_url
-    offline = "WANDB_MODE" not in os.environ and not _has_wandb_key(host)
+    offline = "WANDB_MODE" not in os.environ and not has_wandb_key()
     for mode in ("offline",) if offline else (os.environ.get("WANDB_MODE", "online"), "offline"):
         tracker = WandBTracker(
             os.environ.get("WANDB_PROJECT", directory.resolve().parent.name or "runs"),
@@ -110,10 +109,13 @@ def _open_wandb(directory: Path, run_id: str) -> Any:
     return None
 
 
-def _has_wandb_key(url: str) -> bool:
-    """Whether there is a key for the server at `url`: in the environment or in ~/.netrc."""
+def has_wandb_key() -> bool:
+    """Whether there is a key for wandb's server: in the environment or in ~/.netrc."""
     if os.environ.get("WANDB_API_KEY"):
         return True
+    import wandb
+
+    url = os.environ.get("WANDB_BASE_URL") or wandb.Settings().base_url
     try:
         hosts = netrc.netrc(os.environ.get("NETRC"))
     except (OSError, netrc.NetrcParseError):

@@ -152,19 +152,27 @@ class WindowLoader:
                 fetched.append(next(micro_batches))
             batches = [self.transform(to_device(batch, self.device), epoch) for batch in fetched]
             wait_seconds = time.perf_counter() - start_time
-            mark("reduce counts", step)
-            total = torch.stack([self.count_valid(batch) for batch in batches]).sum()
-            all_reduce_sum(total)
-            yield Window(
-                step=step,
-                epoch=epoch,
-                batches=MicroBatches(batches, step),
-                total=total,
-                scale=plan.num_processes * plan.accumulation / total.clamp(min=1),
-                digest=digest(torch.cat([batch["id"] for batch in fetched])),
-                wait_seconds=wait_seconds,
-            )
+            ids = torch.cat([batch["id"] for batch in fetched])
+            yield self.make_window(step, batches, ids, wait_seconds)
         mark("finish")
+
+    def make_window(
+        self, step: int, batches: list[Batch], ids: torch.Tensor, wait_seconds: float = 0.0
+    ) -> Window:
+        """The window of these micro-batches; all processes call it, the host reads nothing."""
+        plan = self.sampler.plan
+        mark("reduce counts", step)
+        total = torch.stack([self.count_valid(batch) for batch in batches]).sum()
+        all_reduce_sum(total)
+        return Window(
+            step=step,
+            epoch=self.sampler.epoch_of(step),
+            batches=MicroBatches(batches, step),
+            total=total,
+            scale=plan.num_processes * plan.accumulation / total.clamp(min=1),
+            digest=digest(ids),
+            wait_seconds=wait_seconds,
+        )
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
