@@ -1,5 +1,6 @@
 """What the other utils need of torch.distributed; everything works without a process group too."""
 
+import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -93,7 +94,9 @@ class NoteBoard:
                 store = dist.distributed_c10d._get_default_store()
                 store = store.clone()  # a connection of its own: the other one may be waiting
                 store.set_timeout(NOTE_TIMEOUT)
-                self._store = dist.distributed_c10d.PrefixStore(name, store)
+                # A launcher's store outlives its restarts, and would hand out old notes.
+                attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+                self._store = dist.distributed_c10d.PrefixStore(f"{name}/{attempt}", store)
             except RuntimeError:  # started by MPI, without a store
                 pass
 

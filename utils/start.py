@@ -9,6 +9,7 @@ the reason and the command that works.
 import os
 import shutil
 import socket
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -23,6 +24,8 @@ from accelerate.utils import (
     get_int_from_env,
     parse_flag_from_env,
 )
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
 from utils.distributed import collective_timeout
 from utils.errors import UsageError
@@ -70,7 +73,10 @@ def open_accelerator(
                 find_unused_parameters=find_unused_parameters,
                 comm_hook=DDPCommunicationHookType(hook),
             ),
-            InitProcessGroupKwargs(timeout=collective_timeout(timedelta(seconds=6 * hang_timeout))),
+            InitProcessGroupKwargs(
+                init_method=_meeting_place(),
+                timeout=collective_timeout(timedelta(seconds=6 * hang_timeout)),
+            ),
         ],
     )
     check_world(accelerator, asked, on_cpu)
@@ -125,6 +131,25 @@ def world_line(accelerator: Accelerator) -> str:
         f"{count} process{'es' if count > 1 else ''} on {name}, "
         f"mixed precision {accelerator.mixed_precision}, host {socket.gethostname()}"
     )
+
+
+def _meeting_place() -> str | None:
+    """Where the processes find each other: None, or for a restarted job a place of its own.
+
+    The store of a launcher outlives its --max_restarts: the addresses of the killed processes are
+    still there, and the new ones would wait for them.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0":
+        return None
+
+    def meet(url: str, **kwargs) -> Iterator[tuple[Store, int, int]]:
+        store, rank, world_size = next(rendezvous("env://", **kwargs))
+        prefixed = PrefixStore(f"restart_{attempt}", store)
+        yield prefixed, rank, world_size
+
+    register_rendezvous_handler(f"restart{attempt}", meet)
+    return f"restart{attempt}://"
 
 
 def _cpu_chosen() -> bool:

@@ -11,6 +11,7 @@ import random
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -23,8 +24,13 @@ LAYOUTS = [(1, 16), (1, 8), (2, 8), (2, 4), (4, 4), (4, 2)]  # processes, micro-
 TOLERANCE = 1e-10
 
 
-def is_saving(directory: Path) -> bool:
-    return any((directory / "checkpoints").glob(".writing_*"))
+def unfinished(directory: Path) -> set[tuple[str, int]]:
+    """The folders of saves that have begun; a killed one stays until the next save."""
+    found = set()
+    for path in (directory / "checkpoints").glob(".writing_*"):
+        with suppress(FileNotFoundError):  # just renamed
+            found.add((path.name, path.stat().st_ino))
+    return found
 
 
 def newest(directory: Path) -> int:
@@ -40,7 +46,7 @@ def newest(directory: Path) -> int:
 def soak(directory: Path, kills: int, seed: int = 0, save_every: int = 3) -> dict[str, int]:
     """Run to the end through `kills` kills; half of them wait for a save. Figures of what happened.
 
-    A run of 6 updates for each kill: each start gets to its first save, and most get further.
+    A run of 6 updates for each kill: most starts get to a save and beyond.
     """
     rng = random.Random(seed)
     epochs = max(-(-6 * kills // EPOCH_STEPS), 2)
@@ -50,26 +56,29 @@ def soak(directory: Path, kills: int, seed: int = 0, save_every: int = 3) -> dic
     run, inside, starts = directory / "run", 0, 0
     for kill in range(kills):
         before = newest(run)
+        old, lines = unfinished(run), steps_in(run)
         processes, micro = rng.choice(LAYOUTS)
         job = Job(processes, run, micro_batch_size=micro, **changes)
         starts += 1
-        # At the first save of this start, or at any moment, before work runs out.
+        # In a save of this start, at any moment after it, or while it trains; before work runs out.
         most = epochs * EPOCH_STEPS * (kill + 1) // kills - 2
-        wants_save, patience = kill % 2 == 0, rng.uniform(0.0, 1.0)
-        deadline = time.monotonic() + 200.0
+        way, patience, deadline = kill % 4, rng.uniform(0.0, 2.0), time.monotonic() + 200.0
+        since = time.monotonic() if way == 1 else None
         while any(process.is_alive() for process in job.processes):
             assert time.monotonic() < deadline, job.output()[-2000:]
-            if wants_save and is_saving(run):
+            if way in (0, 2) and unfinished(run) - old:
                 break
-            if not wants_save and time.monotonic() - job.started > patience * 4.0:
+            if since is None and steps_in(run) != lines:
+                since = time.monotonic()
+            if way in (1, 3) and since is not None and time.monotonic() - since > patience:
                 break
-            if steps_in(run) > most:
+            if steps_in(run) > max(most, lines + 1):
                 break
-            time.sleep(0.0005 if wants_save else 0.01)
-        time.sleep(rng.uniform(0.0, 0.01) if wants_save else 0.0)
+            time.sleep(0.0005)
+        time.sleep(rng.uniform(0.0, 0.01) if way in (0, 2) else 0.0)
         job.kill()
         assert all(p.exitcode == -9 for p in job.processes), job.output()[-3000:]
-        inside += is_saving(run)
+        inside += bool(unfinished(run) - old)
         after = newest(run)
         assert after >= before, f"update {before} was saved, now {after}"
         print(f"kill {kill + 1}: {processes} x {micro}, saved {before} -> {after}", flush=True)
