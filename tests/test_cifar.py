@@ -161,7 +161,7 @@ def test_dataset_that_does_not_exist(pool, tmp_path):
 
 
 def out_of_memory(given: dict, data) -> None:
-    def compute_loss(*args):
+    def compute_loss(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
 
     saved, cifar.compute_loss = cifar.compute_loss, compute_loss

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.conftest import REPOSITORY
-from tests.faults import BUILT, FAULTS, HANGS, Fault, after, run_preflight
+from tests.preflight_faults import BUILT, FAULTS, HANGS, Fault, after, run_preflight
 from utils.preflight.model import judge_unused
 from utils.preflight.speed import judge_network, judge_speed
 from utils.preflight.state import checksum

@@ -48,7 +48,9 @@ CONVERTED = "    bn_plan = convert_batchnorm(model, bn_group, plan.micro_batch_s
 PREPARED = "    plain_model = accelerator.unwrap_model(model, keep_torch_compile=False)"
 BUILT = "    model = torchvision_model(name, num_classes)"
 OPENED = """accelerator = open_accelerator(
-        find_unused_parameters=cfg.find_unused_parameters, comm_hook=cfg.comm_hook
+        find_unused_parameters=cfg.find_unused_parameters,
+        comm_hook=cfg.comm_hook,
+        hang_timeout=cfg.hang_timeout,
     )"""
 OWN = "import accelerate\n    accelerator = accelerate.Accelerator({})"
 LOGITS = '    logits = model(batch["image"])'
