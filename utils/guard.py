@@ -11,6 +11,7 @@
 What processes decide together travels in the update's own reduction; a hang is found without one.
 """
 
+import atexit
 import multiprocessing
 import os
 import select
@@ -73,6 +74,15 @@ def ignore_signals(worker_id: int = 0) -> None:
         signal.set_wakeup_fd(-1)
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
+
+
+def end_loader_processes() -> None:
+    """At the end of this process: those that are left ignore the SIGTERM that is meant for them."""
+    if hasattr(signal, "SIGCHLD") and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's own takes their end for a failure
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()
 
 
 def stopped_before_restart(directory: Path) -> bool:
@@ -205,6 +215,8 @@ class Guard:
         self._watch.leave(how)
         if kind is not None:
             self._end_with_error(error, how)
+        atexit.unregister(end_loader_processes)  # once, and before what waits for them
+        atexit.register(end_loader_processes)
         self._closed.set()
         self._mouth.send(b"\0")
         for thread in self._threads:
@@ -339,9 +351,7 @@ class Guard:
                 self._report_for_main(reason)
 
         _within(10.0, tell)
-        for child in multiprocessing.active_children():  # loader workers: one may be what hangs
-            if child.daemon:
-                child.kill()
+        end_loader_processes()  # one may be what hangs
         os._exit(ERROR)
 
     def _report_for_main(self, reason: str) -> None:

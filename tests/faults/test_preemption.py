@@ -124,7 +124,7 @@ def test_a_second_signal_ends_a_stuck_process_at_once(tmp_path, monkeypatch):
         os.kill(process.pid, signal.SIGTERM)
     wait_for(lambda: "another signal later" in job.output())
     stuck = job.processes[0]
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 30.0
     while stuck.is_alive() and time.monotonic() < deadline:
         os.kill(stuck.pid, signal.SIGTERM)
         stuck.join(0.5)
@@ -226,7 +226,7 @@ def run_command(command: str, directory: Path) -> int:
         (1, "epoch"),
         pytest.param(2, "epoch", marks=pytest.mark.slow),
         pytest.param(1, "evaluation", marks=pytest.mark.slow),
-        (2, "evaluation"),
+        pytest.param(2, "evaluation", marks=pytest.mark.slow),
     ],
 )
 def test_sigterm_to_the_launcher(launch, tmp_path, uninterrupted, size, inside):
