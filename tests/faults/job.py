@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -22,6 +23,7 @@ import tyro
 from tests.pool import free_port
 from tests.scripts import small_cifar, small_data
 from utils.errors import exit_with
+from utils.marks import latest
 
 SCRIPT = Path(__file__)
 NUM_TRAIN, NUM_TEST, GLOBAL_BATCH = 75, 37, 16
@@ -34,6 +36,12 @@ FOREVER = 1000.0
 
 def my_rank() -> int:
     return int(os.environ.get("RANK", "0"))
+
+
+def in_loop(step: int | str = 0) -> bool:
+    """Whether the guarded loop runs, at this update if one is given: not a check before it."""
+    guarded = any(thread.name == "guard" for thread in threading.enumerate())
+    return guarded and (not step or latest().step == int(step))
 
 
 def before(cifar, name: str, action) -> None:
@@ -61,65 +69,61 @@ def fault_nan(cifar, *ids: str) -> None:
     cifar.ImageTensors.__getitems__ = getitems
 
 
-def fault_inf_gradient(cifar, rank: str, call: str) -> None:
+def fault_inf_gradient(cifar, rank: str, step: str) -> None:
     """The loss is finite, its gradient is not."""
-    original, calls = cifar.compute_loss, [0]
+    original = cifar.compute_loss
 
     def compute_loss(model, batch, *args, **kwargs):
         loss, logits = original(model, batch, *args, **kwargs)
-        calls[0] += model.training
-        if my_rank() == int(rank) and model.training and calls[0] == int(call):
+        if my_rank() == int(rank) and model.training and in_loop(step):
             loss = loss + 0 * (0 * logits.sum()).sqrt()  # the derivative of the root at 0
         return loss, logits
 
     cifar.compute_loss = compute_loss
 
 
-def in_training(cifar, rank: str, call: str, action) -> None:
-    """On this rank, before the forward number `call` of the training."""
-    calls = [0]
+def in_training(cifar, rank: str, step: str, action) -> None:
+    """On this rank, before the forward pass of an update."""
 
-    def count(_, model, batch, *args, **kwargs):
-        calls[0] += model.training
-        if my_rank() == int(rank) and model.training and calls[0] == int(call):
+    def count(_, model, batch, *args):
+        if my_rank() == int(rank) and model.training and in_loop(step):
             action()
 
     before(cifar, "compute_loss", count)
 
 
-def fault_raise(cifar, rank: str, call: str) -> None:
+def fault_raise(cifar, rank: str, step: str) -> None:
     def fail():
         raise ZeroDivisionError("one rank fails")
 
-    in_training(cifar, rank, call, fail)
+    in_training(cifar, rank, step, fail)
 
 
-def fault_kill(cifar, rank: str, call: str, once: str = "") -> None:
+def fault_kill(cifar, rank: str, step: str, once: str = "") -> None:
     def kill():
         if not once or not Path(once).exists():
             if once:
                 Path(once).touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    in_training(cifar, rank, call, kill)
+    in_training(cifar, rank, step, kill)
 
 
-def fault_out_of_memory(cifar, rank: str, call: str) -> None:
+def fault_out_of_memory(cifar, rank: str, step: str) -> None:
     def fail():
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
 
     ranks = rank.split("+")
     if str(my_rank()) in ranks:
-        in_training(cifar, str(my_rank()), call, fail)
+        in_training(cifar, str(my_rank()), step, fail)
 
 
-def fault_stuck_data(cifar, rank: str, call: str) -> None:
+def fault_stuck_data(cifar, rank: str, step: str) -> None:
     """The data set of one rank never returns."""
-    original, calls = cifar.ImageTensors.__getitems__, [0]
+    original = cifar.ImageTensors.__getitems__
 
     def getitems(self, wanted):
-        calls[0] += 1
-        if my_rank() == int(rank) and calls[0] == int(call):
+        if my_rank() == int(rank) and in_loop(step):
             time.sleep(FOREVER)
         return original(self, wanted)
 
@@ -132,7 +136,7 @@ def fault_leave_early(cifar, rank: str, step: str) -> None:
 
     def iterate(self):
         for window in original(self):
-            if my_rank() == int(rank) and window.step == int(step):
+            if my_rank() == int(rank) and in_loop(step):
                 time.sleep(FOREVER)  # what comes after its loop
             yield window
 
@@ -149,9 +153,9 @@ def fault_slow(cifar, seconds: str, *where: str) -> None:
 
     calls = [0]
 
-    def loss(_, model, batch, *args, **kwargs):
-        calls[0] += model.training
-        if model.training and calls[0] == 1:
+    def loss(_, model, batch, *args):
+        calls[0] += model.training and in_loop()
+        if model.training and in_loop() and calls[0] == 1:
             sleep(float(seconds), "compile")
         elif not model.training:
             sleep(float(seconds) / 5, "evaluation")  # 5 batches or more
@@ -170,8 +174,8 @@ def fault_slow(cifar, seconds: str, *where: str) -> None:
 def fault_pause_in_evaluation(cifar, marker: str, seconds: str) -> None:
     """Adds a byte to a file for every batch of an evaluation, and takes its time in it."""
 
-    def loss(_, model, batch, *args, **kwargs):
-        if not model.training:
+    def loss(_, model, batch, *args):
+        if not model.training and in_loop():
             with Path(marker).open("a") as file:
                 file.write(".")
             time.sleep(float(seconds))
@@ -181,7 +185,7 @@ def fault_pause_in_evaluation(cifar, marker: str, seconds: str) -> None:
 
 def fault_pace(cifar, seconds: str) -> None:
     """Every update takes at least this long: a signal from outside meets its middle."""
-    before(cifar, "compute_loss", lambda _, model, *args, **kwargs: time.sleep(float(seconds)))
+    before(cifar, "compute_loss", lambda _, model, *args: time.sleep(float(seconds)))
 
 
 # ---- One process -----------------------------------------------------------------------------
@@ -192,7 +196,6 @@ def main() -> int:
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[my_rank() % len(cores)]})
     with small_cifar(small_data(NUM_TRAIN, NUM_TEST)) as cifar:
-        cifar.preflight.check_start = lambda job: None  # the faults count the calls of the loop
         for fault in os.environ.get("FAULT", "").split(","):
             name, *arguments = fault.split(":")
             if name:
