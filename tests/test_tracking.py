@@ -471,16 +471,17 @@ def test_wandb_offline_in_two_processes_and_after_a_resume(pool, tmp_path):
 def test_offline_without_a_key(tmp_path, monkeypatch):
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    url = "https://api.example.org/"
-    assert not trackers._has_wandb_key(url)
+    monkeypatch.setenv("WANDB_BASE_URL", "https://api.example.org/")
+    assert not trackers.has_wandb_key()
     (tmp_path / "netrc").write_text("machine api.example.org login user password x\n")
     (tmp_path / "netrc").chmod(0o600)
-    assert trackers._has_wandb_key(url) and trackers._has_wandb_key("https://api.example.org")
-    assert not trackers._has_wandb_key("https://wandb.example.org/")
+    assert trackers.has_wandb_key()
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org")
+    assert not trackers.has_wandb_key()
     (tmp_path / "netrc").write_text("garbage")
-    assert not trackers._has_wandb_key(url)
+    assert not trackers.has_wandb_key()
     monkeypatch.setenv("WANDB_API_KEY", "x")
-    assert trackers._has_wandb_key(url)
+    assert trackers.has_wandb_key()
 
 
 def run_out_of_reach(directory: Path) -> str:
