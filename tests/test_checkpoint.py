@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import math
 import multiprocessing
 import os
 import pickle
@@ -37,7 +38,7 @@ def train(model, optimizer, steps: int = 2) -> None:
         optimizer.zero_grad()
 
 
-def save(directory: Path, step: int, *, keep: int = 9, seed: int = 0, width=4, scaler=None, **more):
+def save(directory: Path, step: int, *, keep=9, seed=0, width=4, scaler=None, score=None, **more):
     model, optimizer = build(width, seed)
     train(model, optimizer)
     ck.save_checkpoint(
@@ -49,6 +50,7 @@ def save(directory: Path, step: int, *, keep: int = 9, seed: int = 0, width=4, s
         extra={"digest": 2**64 - 1, "list": [1.5, "x"], "tensor": torch.arange(3)},
         manifest={"recipe": RECIPE, "total_steps": 100, **more},
         keep=keep,
+        score=score,
     )
     return model, optimizer
 
@@ -150,6 +152,22 @@ def test_pruning_counts_in_numbers(tmp_path):
         save(tmp_path, step, keep=2)
         assert found_in(tmp_path).step == step
     assert names(tmp_path) == ["step_100000000", "step_100000001"]
+
+
+@pytest.mark.parametrize(
+    "scores, stay",
+    [
+        ((0.5, 0.9, 0.7, 0.8), [2, 4]),
+        ((0.5, 0.9, 0.9, 0.8), [3, 4]),  # of equals the newest
+        ((0.5, 0.6, 0.7, 0.8), [4]),
+        ((0.5, None, math.nan, None), [1, 4]),
+    ],
+)
+def test_the_best_one_stays(tmp_path, scores, stay):
+    for step, score in enumerate(scores, 1):
+        save(tmp_path, step, keep=1, score=score)
+    assert loadable(tmp_path) == stay
+    assert found_in(tmp_path).step == 4  # the newest is what a run continues from
 
 
 @pytest.mark.parametrize("keep", [1, 0, -3])

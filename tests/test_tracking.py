@@ -150,7 +150,7 @@ def test_a_read_only_run_adds_metrics_and_changes_nothing_else(tmp_path):
         before = contents(tmp_path)
         with Run(tmp_path, {"other": 1}, "wandb", 2, read_only=True) as reader:
             reader.log(2, {"val/accuracy": 0.5})
-            reader.log(3, {"val/loss": 9.0})  # it is there already
+            reader.log(2, {"train/loss": 9.0})  # it is there already
         after = contents(tmp_path)
         added = after.pop("metrics.jsonl")[len(before.pop("metrics.jsonl")) :]
         assert after == before and json.loads(added) == {"step": 2, "val/accuracy": 0.5}

@@ -17,10 +17,9 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-import torchvision
 import tyro
 from torch.utils.data import BatchSampler, DataLoader, Dataset
-from torchvision.models.resnet import BasicBlock, Bottleneck
+from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root: utils/ needs no install
 
@@ -77,7 +76,7 @@ class Config:
     stop_after: int = 0  # save and stop after update N, as a preemption would; 0 = off
     eval_only: bool = False  # evaluate the resumed checkpoint, write the metrics, exit
     save_every: int = 500  # updates between checkpoints; one at the end in any case
-    keep_checkpoints: int = 2  # newest checkpoints that stay
+    keep_checkpoints: int = 2  # newest checkpoints that stay, and the best one
     eval_every: int = 0  # updates between evaluations, one at the end; 0 = once an epoch
     log_every: int = 1  # updates between lines of metrics
     tracker: Literal["wandb", "tensorboard", "none"] = "wandb"  # offline without a key or network
@@ -120,7 +119,7 @@ def build_model(name: str, num_classes: int, image_size: int) -> torch.nn.Module
         if isinstance(block, (BasicBlock, Bottleneck)):
             last = block.bn3 if isinstance(block, Bottleneck) else block.bn2
             torch.nn.init.zeros_(last.weight)  # type: ignore[arg-type]
-    if isinstance(model, torchvision.models.ResNet) and image_size <= 64:
+    if isinstance(model, ResNet) and image_size <= 64:
         model.conv1 = torch.nn.Conv2d(3, model.conv1.out_channels, 3, padding=1, bias=False)
         torch.nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
         model.maxpool = torch.nn.Identity()  # type: ignore[assignment]
@@ -381,8 +380,7 @@ run       {directory}""")
         for window in train_loader:
             totals = update(window)
             step = run.step = window.step
-            first_of_epoch = (step - 1) % epoch_steps == 0
-            digest = (totals.digest + (0 if first_of_epoch else digest)) % 2**64
+            digest = (totals.digest + (digest if (step - 1) % epoch_steps else 0)) % 2**64
             skipped += totals.skipped
             speed.count(totals.wait_seconds)
             last = step == total_steps
@@ -402,12 +400,14 @@ run       {directory}""")
                 )
             progress.update(step, f"loss {totals.loss:.4f}  {speed.examples_per_second:.0f} ex/s")
             evaluation_due = step % (cfg.eval_every or epoch_steps) == 0 or last
+            accuracy = None
             if evaluation_due and not guard.stopping:
-                evaluation_due = not evaluate_now()
+                accuracy = evaluate_now().get("val/accuracy")
+                evaluation_due = accuracy is None
                 stop |= guard.stopping
             if step % cfg.save_every == 0 or last or stop:
                 run.flush()  # the metrics are on disk before the checkpoint of the same update
-                checkpoint.save_checkpoint(
+                seconds = checkpoint.save_checkpoint(
                     directory / "checkpoints",
                     step,
                     model=plain_model,
@@ -416,7 +416,9 @@ run       {directory}""")
                     extra={"digest": digest, "skipped": skipped, "evaluation_due": evaluation_due},
                     manifest={"recipe": recipe, **derived},
                     keep=cfg.keep_checkpoints,
+                    score=accuracy,
                 )
+                run.log(step, {"perf/checkpoint_seconds": seconds})
             if stop:
                 progress.close()
                 run.end("preempted", guard.reason or "--stop-after")

@@ -5,8 +5,10 @@ any moment leaves the older ones and never half of a new one. Loading executes n
 """
 
 import hashlib
+import math
 import os
 import shutil
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,7 +60,8 @@ def save_checkpoint(
     extra: dict[str, Any],
     manifest: dict[str, Any],
     keep: int,
-) -> None:
+    score: float | None = None,
+) -> float:
     """Save the state after update `step`; called by all processes, written by the main one.
 
     Args:
@@ -67,10 +70,14 @@ def save_checkpoint(
         extra: small values of the script's own (tensors, numbers, strings, lists and dicts).
         manifest: "recipe", "total_steps" and whatever else a reader should know of the run.
         keep: how many of the newest checkpoints stay, at least 1.
+        score: the metric of this very state, where it has been evaluated; higher is better. The
+            best of the saved ones stays too.
 
-    A failure (full disk, lost permission) raises on every process and leaves the older ones.
+    Returns the seconds that it took. A failure (full disk, lost permission) raises on every process
+    and leaves the older ones.
     """
     mark("save")
+    start = time.perf_counter()
     generators = gather_objects(_generator_states())
 
     def write() -> None:
@@ -93,6 +100,7 @@ def save_checkpoint(
             content = {
                 **manifest,
                 "step": step,
+                "score": score,
                 "order_version": ORDER_VERSION,
                 "world_size": world_size(),
                 "files": files,
@@ -111,12 +119,15 @@ def save_checkpoint(
                 "older ones are intact: make space and run the same command again"
             ) from error
         older = sorted((p for p in _numbered(directory) if _step_of(p) <= step), key=_step_of)
+        best = max(older, key=lambda path: (_score_of(path), _step_of(path)))  # or the newest
         for superseded in older[: -max(keep, 1)]:
-            _discard(superseded)
+            if superseded != best:
+                _discard(superseded)
         _remove_hidden(directory)
 
     on_main_process(write)
     mark("step")
+    return time.perf_counter() - start
 
 
 def newest_name(directory: Path) -> str:
@@ -276,6 +287,13 @@ def _step_of(path: Path) -> int:
     """The step in a checkpoint's name; -1 for a folder that only looks like one."""
     digits = path.name.removeprefix(PREFIX)
     return int(digits) if digits.isdecimal() else -1
+
+
+def _score_of(path: Path) -> float:
+    """The score in a checkpoint's manifest; -inf where there is none."""
+    manifest = read_json(path / MANIFEST)
+    score = manifest.get("score") if isinstance(manifest, dict) else None
+    return score if isinstance(score, int | float) and score == score else -math.inf
 
 
 def _numbered(directory: Path) -> list[Path]:

@@ -78,7 +78,9 @@ class Run:
                 self._write_status("running", "")
         except OSError as error:
             raise UsageError(f"--output-dir {self.directory} cannot be written: {error}") from error
-        self._logged = {(entry["step"], key) for entry in entries for key in entry}
+        # Keys of the latest step: a resumed run may log some of its first step's again.
+        self._logged = {key for entry in entries if entry["step"] == self.step for key in entry}
+        self._logged_step = self.step
         if self._read_only:
             self._tracker = Tracker("none", self.directory, "", {})
         else:
@@ -99,10 +101,12 @@ class Run:
         """Write metrics of update `step` to metrics.jsonl and the tracker."""
         if not self._is_main:
             return
-        fresh = {key: v for key, v in values.items() if (step, key) not in self._logged}
+        if step != self._logged_step:
+            self._logged, self._logged_step = set(), step
+        fresh = {key: value for key, value in values.items() if key not in self._logged}
         if not fresh:
             return
-        self._logged.update((step, key) for key in fresh)
+        self._logged.update(fresh)
         entry = {"step": step} | {key: _json_value(value) for key, value in fresh.items()}
         try:
             self._metrics.write(json.dumps(entry) + "\n")

@@ -101,7 +101,7 @@ def _judge(everyone: list[dict[str, Any]], job: Job) -> Finding:
                 "see whether the file system of --output-dir loses or delays writes",
             )
     facts = everyone[0]
-    kept = int(job.flags.get("keep_checkpoints") or 1) + 1  # and the one being written
+    kept = int(job.flags.get("keep_checkpoints") or 1) + 2  # the best, and the one being written
     needed, free = kept * facts["bytes"], facts["free"]
     seen = (
         f"saved in {facts['seconds']:.1f} s and loaded; {kept} x {_size(facts['bytes'])} needed, "
