@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+import torchvision
 from safetensors.torch import load_file
 
 from utils.batchnorm import GroupBatchNorm, convert_batchnorm
@@ -142,6 +143,17 @@ def test_tied_weights(tmp_path):
     fresh = Tied()
     fresh.load_state_dict(load_file(tmp_path / "model" / "model.safetensors"), strict=True)
     assert torch.equal(fresh(torch.ones(2, 3)), model(torch.ones(2, 3)))
+
+
+def test_a_model_whose_state_has_a_version(tmp_path):
+    def mnasnet():  # reads its version from the state dict's metadata, which no file carries
+        return torchvision.models.mnasnet0_5(num_classes=2)
+
+    model = mnasnet()
+    folder = export_model(tmp_path, model, DESCRIPTION, mnasnet, torch.rand(2, 3, 32, 32))
+    fresh = mnasnet()
+    load_weights(fresh, read_weights(folder / "model.safetensors"), "it")
+    assert all(torch.equal(fresh.state_dict()[k], v) for k, v in model.state_dict().items())
 
 
 def test_an_exported_file_serves_as_initial_weights(tmp_path):

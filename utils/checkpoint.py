@@ -264,7 +264,8 @@ def _write_tensors(path: Path, value: Any) -> dict[str, Any]:
             mark("save")
             os.fsync(file.fileno())
     except RuntimeError as error:  # what torch's writer makes of a full disk
-        raise OSError(f"{path.name}: {first_line(error)}") from error
+        free = shutil.disk_usage(path.parent).free
+        raise OSError(f"{path.name}, {free:,} bytes free: {first_line(error)}") from error
     return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
 
 

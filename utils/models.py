@@ -66,8 +66,8 @@ def load_weights(
             f"--weights {source} is of another architecture: {len(other_shape)} of {len(own)} "
             f"tensors have another shape, such as {other_shape[0]}"
         )
-    fitting = {name: value for name, value in state.items() if name not in other_shape}
-    model.load_state_dict(fitting, strict=False)
+    own.update({name: value for name, value in state.items() if name not in other_shape})
+    model.load_state_dict(own)
     return other_shape
 
 
