@@ -88,6 +88,13 @@ def read_run(directory: Path) -> dict:
     }
 
 
+def assert_same_weights(expected: dict, actual: dict) -> None:
+    """The final weights and momentum of two runs, bit for bit."""
+    for kind in ("model", "momentum"):
+        for name, value in expected[kind].items():
+            assert torch.equal(value, actual[kind][name]), name
+
+
 def relative_difference(expected: torch.Tensor, actual: torch.Tensor) -> float:
     """Largest absolute difference over the largest absolute value."""
     if not expected.is_floating_point():

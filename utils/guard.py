@@ -14,6 +14,7 @@ What processes decide together travels in the update's own reduction; a hang is 
 import atexit
 import multiprocessing
 import os
+import re
 import select
 import signal
 import socket
@@ -51,6 +52,7 @@ STUCK_SECONDS = 15.0  # after a signal, without progress: torchrun kills 30 s af
 ORPHAN_SECONDS = 45.0  # a process whose launcher died ends after this at the latest
 MOST_IN_A_ROW = 10  # updates left out
 MOST_OVERFLOWS_IN_A_ROW = 30  # from the scaler's first 65536 down to nothing
+DETERMINISTIC = r"(rank \d+: )?(NonFiniteError|OutOfMemory): "  # in status.json: reason
 PEER_SECONDS = 2.0  # between a peer's death and an error that only follows from it
 CURES = (
     "usual cures: a larger --warmup-fraction, a lower --lr, a larger --bn-group, bf16 instead of "
@@ -88,7 +90,8 @@ def end_loader_processes() -> None:
 def stopped_before_restart(directory: Path) -> bool:
     """Whether a launcher's --max_restarts has started again what a signal had stopped.
 
-    It restarts every exit code but 0; the script then returns PREEMPTED again at once.
+    It restarts every exit code but 0; the script then returns PREEMPTED again at once. What would
+    fail again at the same update is an ExplainedError, at once too.
     """
 
     def look() -> bool:
@@ -96,7 +99,11 @@ def stopped_before_restart(directory: Path) -> bool:
             return False
         status = read_json(directory / "status.json") or {}
         launched = psutil.Process(os.getppid()).create_time()  # an older launch does not count
-        return status.get("state") == "preempted" and status["heartbeat"] > launched
+        if not status or status["heartbeat"] <= launched:
+            return False
+        if status["state"] == "failed" and re.match(DETERMINISTIC, status["reason"]):
+            raise ExplainedError(f"not restarted, it would fail again: {status['reason']}")
+        return status["state"] == "preempted"
 
     return on_main_process(look)
 

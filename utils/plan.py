@@ -51,6 +51,10 @@ def plan_batches(global_batch_size: int, micro_batch_size: int, num_processes: i
     return BatchPlan(global_batch_size, num_processes, micro, accumulation)
 
 
+class OutOfMemory(ExplainedError):
+    """The micro-batch does not fit; a restart would meet it again."""
+
+
 @contextmanager
 def explain_out_of_memory(
     plan: BatchPlan, bn_group: int, directory: Path | None = None
@@ -74,7 +78,7 @@ def explain_out_of_memory(
         details.append(f"peak memory {peak_memory_bytes(device) / 2**30:.2f} GiB")
         if is_first and directory is not None:
             details += _write_summary(directory / f"memory_rank_{rank()}.txt", error)
-        explained = ExplainedError(
+        explained = OutOfMemory(
             f"out of memory with micro_batch_size={plan.micro_batch_size} "
             f"({'; '.join(details)}): {smaller_micro_batch(plan, bn_group)}"
         )

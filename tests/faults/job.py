@@ -29,6 +29,7 @@ SCRIPT = Path(__file__)
 NUM_TRAIN, NUM_TEST, GLOBAL_BATCH = 75, 37, 16
 EPOCH_STEPS = NUM_TRAIN // GLOBAL_BATCH
 FOREVER = 1000.0
+PACE = "pace:0.1"  # seconds an update
 
 
 # ---- Faults ----------------------------------------------------------------------------------

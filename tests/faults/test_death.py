@@ -7,10 +7,10 @@ import time
 import pytest
 import torch
 
-from tests.faults.job import Job, wait_for
-from tests.faults.test_preemption import Launch, assert_same_weights
-from tests.scripts import read_run
+from tests.faults.job import GLOBAL_BATCH, NUM_TRAIN, Job, wait_for
+from tests.scripts import assert_same_weights, read_run
 from utils.errors import ExplainedError
+from utils.order import SampleOrder
 from utils.plan import BatchPlan, explain_out_of_memory
 
 
@@ -37,19 +37,6 @@ def test_a_sigterm_because_a_peer_died_is_no_preemption(tmp_path):
     job.processes[0].terminate()
     assert job.wait(60.0) == [1, -signal.SIGKILL]
     assert job.status()["state"] == "failed"
-
-
-@pytest.fixture
-def launch():
-    started: list[Launch] = []
-
-    def start(*args, **kwargs) -> Launch:
-        started.append(Launch(*args, **kwargs))
-        return started[-1]
-
-    yield start
-    for one in started:
-        one.close()
 
 
 @pytest.mark.parametrize(
@@ -81,6 +68,18 @@ def test_a_restart_by_the_launcher_resumes(launch, tmp_path):
     run = read_run(directory)
     assert list(run["metrics"]) == list(range(1, 9)) and run["config"]["world_size"] == 2
     assert_same_weights(read_run(whole.directory), run)
+
+
+@pytest.mark.slow
+def test_a_failure_that_would_come_again_is_not_trained_towards_again(launch, tmp_path):
+    directory = tmp_path / "run"
+    bad = SampleOrder(NUM_TRAIN, 0).ids(0, 2 * GLOBAL_BATCH, 2 * GLOBAL_BATCH + 1).item()
+    one = launch(directory, "cpu_2.yaml", "--max_restarts", "2", fault=f"nan:{bad}", save_every=1)
+    assert one.process.wait(200) == 1, one.output()
+    output = one.output()
+    assert output.count("error: [rank 0] not restarted, it would fail again: NonFiniteError") == 2
+    assert output.count("batchnorm ") == 1  # only the first one came to the banner
+    assert one.status()["state"] == "failed"
 
 
 # ---- Out of memory -------------------------------------------------------------------------------

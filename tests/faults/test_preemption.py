@@ -1,6 +1,5 @@
 """Signals: everything saved, told apart, and continued as if nothing had happened."""
 
-import json
 import os
 import shlex
 import signal
@@ -14,21 +13,13 @@ import pytest
 import torch
 
 from tests.conftest import REPOSITORY
-from tests.faults.job import SCRIPT, Job, flags, steps_in, wait_for
-from tests.scripts import read_run
-from tests.test_configs import ACCELERATE, launch_environment, shipped
+from tests.faults.job import PACE, Job, steps_in, wait_for
+from tests.scripts import assert_same_weights, read_run
+from tests.test_configs import launch_environment
 from utils import errors, guard
-from utils.errors import PREEMPTED
+from utils.errors import PREEMPTED, ExplainedError
 from utils.files import write_json
 from utils.guard import Guard, stopped_before_restart
-
-PACE = "pace:0.1"  # seconds an update
-
-
-def assert_same_weights(expected: dict, actual: dict) -> None:
-    for kind in ("model", "momentum"):
-        for name, value in expected[kind].items():
-            assert torch.equal(value, actual[kind][name]), name
 
 
 def assert_complete(run: dict, steps: int) -> None:
@@ -157,57 +148,6 @@ def test_handlers_are_put_back(tmp_path, monkeypatch):
 # ---- Under a launcher ----------------------------------------------------------------------------
 
 
-class Launch:
-    """A launcher with its output in a file; what it has started is gone after `close`."""
-
-    def __init__(self, directory: Path, config: str, *launcher: str, fault: str = PACE, **changes):
-        self.directory = directory
-        self.log = directory.with_name(f"{directory.name}.log")
-        command = [*ACCELERATE, *shipped(config), *launcher, str(SCRIPT)]
-        self.process = subprocess.Popen(
-            [*command, *flags(directory, **changes)],
-            env=launch_environment(directory.parent, FAULT=fault),
-            stdout=self.log.open("a"),
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        self.family: list[psutil.Process] = []
-
-    def find_family(self) -> None:
-        self.family = psutil.Process(self.process.pid).children(recursive=True)
-
-    def alive(self) -> list[psutil.Process]:
-        return [p for p in self.family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-
-    def wait_until_all_are_gone(self, seconds: float) -> None:
-        wait_for(lambda: not self.alive(), seconds, "end of all processes")
-
-    def output(self) -> str:
-        return self.log.read_text()
-
-    def status(self) -> dict:
-        return json.loads((self.directory / "status.json").read_text())
-
-    def close(self) -> None:
-        for process in self.alive():
-            process.kill()
-        self.process.kill()
-        self.process.wait()
-
-
-@pytest.fixture
-def launch():
-    started: list[Launch] = []
-
-    def start(*args, **kwargs) -> Launch:
-        started.append(Launch(*args, **kwargs))
-        return started[-1]
-
-    yield start
-    for one in started:
-        one.close()
-
-
 def run_command(command: str, directory: Path) -> int:
     """The command that the run has printed, as typed into a shell."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -285,8 +225,9 @@ def test_max_restarts_does_not_restart_a_preempted_run(launch, tmp_path):
 
 
 def test_a_restart_is_told_from_a_new_launch(tmp_path, monkeypatch):
-    def status(state: str, heartbeat: float) -> None:
-        write_json(tmp_path / "status.json", {"state": state, "heartbeat": heartbeat})
+    def status(state: str, heartbeat: float, reason: str = "") -> None:
+        content = {"state": state, "heartbeat": heartbeat, "reason": reason}
+        write_json(tmp_path / "status.json", content)
 
     status("preempted", time.time())
     assert not stopped_before_restart(tmp_path)
@@ -299,3 +240,9 @@ def test_a_restart_is_told_from_a_new_launch(tmp_path, monkeypatch):
     status("running", time.time())
     assert not stopped_before_restart(tmp_path)
     assert not stopped_before_restart(tmp_path / "nothing")
+    status("failed", time.time(), "RuntimeError: connection closed by peer")
+    assert not stopped_before_restart(tmp_path)
+    for reason in ("NonFiniteError: update 7", "rank 1: OutOfMemory: with micro_batch_size=8"):
+        status("failed", time.time(), reason)
+        with pytest.raises(ExplainedError, match=f"would fail again: {reason}"):
+            stopped_before_restart(tmp_path)
