@@ -1029,7 +1029,7 @@ def run_refusals():
     with pytest.raises(UsageError, match="bn_group=12 .* use 4 or 8"):
         convert_batchnorm(small_model(), 12, 4)
     plan = convert_batchnorm(small_model(), 8, 4)
-    assert "over 2 neighbouring ranks x 4" in plan.describe()
+    assert "over 2 ranks x 4" in plan.describe()
     assert plan.as_dict()["ranks"] == [[0, 1]]
 
 

@@ -295,7 +295,7 @@ class BatchNormPlan:
         """One line for the console."""
         parts = [f"{self.num_layers} layers, group {self.group}: {self.implementation}"]
         if self.ranks_sharing > 1:
-            parts += [f"over {self.ranks_sharing} neighbouring ranks x {self.micro_batch_size}"]
+            parts += [f"over {self.ranks_sharing} ranks x {self.micro_batch_size}"]
             parts += [f"({2 * self.num_layers} collectives per micro-step)"]
         elif self.implementation == "ghost split":
             parts += [f"of {self.micro_batch_size} into {self.micro_batch_size // self.group}"]

@@ -10,6 +10,7 @@ from utils.preflight.job import FAIL, PASS, WARN
 from utils.preflight.runner import Entry
 
 WIDTHS = (10, 11, 38, 36)  # check, result, what was seen, remedy: 98 with the gaps
+WITHOUT_REMEDY = (10, 11, 75, 1)
 RANK_COLUMNS = ("rank", "local", "host", "device", "samples", "parameters", "fingerprint")
 
 
@@ -38,10 +39,11 @@ def table(entries: list[Entry]) -> str:
         rows.append((entry.check, marked, entry.finding.seen, entry.finding.remedy))
     lines = ["-" * 98]
     for number, row in enumerate(rows):
-        cells = [textwrap.wrap(text, width) for text, width in zip(row, WIDTHS, strict=True)]
+        widths = WIDTHS if row[-1] else WITHOUT_REMEDY
+        cells = [textwrap.wrap(text, width) for text, width in zip(row, widths, strict=True)]
         for line in range(max(map(len, cells))):
             parts = [cell[line] if line < len(cell) else "" for cell in cells]
-            padded = (part.ljust(width) for part, width in zip(parts, WIDTHS, strict=True))
+            padded = (part.ljust(width) for part, width in zip(parts, widths, strict=True))
             lines.append(" ".join(padded).rstrip())
         if number == 0:
             lines.append("-" * 98)
