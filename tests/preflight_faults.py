@@ -128,7 +128,7 @@ FAULTS = [
         "content",
         [
             after(
-                "    train_set, test_set = ImageTensors(data.train), ImageTensors(data.test)",
+                "    test_set = Tensors(image=data.test.images, label=data.test.labels)",
                 "data.train.images.bitwise_xor_(accelerator.process_index)",
             )
         ],
@@ -139,7 +139,7 @@ FAULTS = [
         "classes",
         [
             after(
-                "    train_set, test_set = ImageTensors(data.train), ImageTensors(data.test)",
+                "    test_set = Tensors(image=data.test.images, label=data.test.labels)",
                 "data.train.labels[3] = len(data.classes)",
             )
         ],
@@ -322,8 +322,8 @@ def build_model(""",
         "same samples",
         [
             (
-                '"image": self.split.images[index]',
-                '"image": self.split.images[torch.arange(len(index)) if len(index) > 1 else index]',
+                "{name: values[index]",
+                "{name: values[torch.arange(len(index)) if len(index) > 1 else index]",
             )
         ],
     ),

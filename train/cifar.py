@@ -37,7 +37,7 @@ from utils.order import MicroBatchSampler, SampleOrder, ShardSampler, steps_per_
 from utils.plan import explain_out_of_memory, plan_batches
 from utils.plots import plot_curves
 from utils.rundir import choose_directory, continue_command
-from utils.small_images import Split, load_small_images
+from utils.small_images import load_small_images
 from utils.start import open_accelerator, seed_dropout, world_line
 from utils.trackers import check_tracker
 from utils.tracking import Run, is_finished
@@ -90,18 +90,18 @@ class Config:
 # ---- Data ------------------------------------------------------------------------------------
 
 
-class ImageTensors(Dataset):
-    """A split in memory, read a whole micro-batch at a time."""
+class Tensors(Dataset):
+    """A split in memory, by name (N, ...), read a whole micro-batch at a time."""
 
-    def __init__(self, split: Split):
-        self.split = split
+    def __init__(self, **tensors: torch.Tensor):
+        self.tensors = tensors
 
     def __len__(self) -> int:
-        return len(self.split.labels)
+        return len(next(iter(self.tensors.values())))
 
     def __getitems__(self, ids: list[int]) -> Batch:
         index = torch.tensor(ids, dtype=torch.int64)
-        return {"image": self.split.images[index], "label": self.split.labels[index], "id": index}
+        return {name: values[index] for name, values in self.tensors.items()} | {"id": index}
 
 
 def as_it_is(batch: Any) -> Any:
@@ -200,7 +200,8 @@ def main(cfg: Config) -> int:
     data = on_main_process(
         lambda: load_small_images(cfg.dataset, cfg.subset, on_accelerator=device.type != "cpu")
     )
-    train_set, test_set = ImageTensors(data.train), ImageTensors(data.test)
+    train_set = Tensors(image=data.train.images, label=data.train.labels)
+    test_set = Tensors(image=data.test.images, label=data.test.labels)
     image_size = data.train.images.shape[-1]
     epoch_steps = steps_per_epoch(len(train_set), cfg.global_batch_size)
     total_steps = min(cfg.epochs * epoch_steps, cfg.max_steps or sys.maxsize)
@@ -228,12 +229,10 @@ def main(cfg: Config) -> int:
         )
         return to_input({**batch, "image": images})
 
-    train_loader = WindowLoader(
-        make_loader(train_set, batch_sampler=sampler), device, count_valid, augment
-    )
-    test_loader = make_loader(
-        test_set, batch_sampler=BatchSampler(shard, plan.micro_batch_size, drop_last=False)
-    )
+    micro_batches = make_loader(train_set, batch_sampler=sampler)
+    train_loader = WindowLoader(micro_batches, device, count_valid, augment)
+    test_batches = BatchSampler(shard, plan.micro_batch_size, drop_last=False)
+    test_loader = make_loader(test_set, batch_sampler=test_batches)
 
     # ---- Model -------------------------------------------------------------------------------
     build = partial(build_model, cfg.model, len(data.classes), image_size)
@@ -354,25 +353,25 @@ run       {directory}""")
         "data_fingerprint": data.fingerprint,
     }
 
-    def evaluate_now() -> dict[str, float]:
-        """Evaluate, log and draw; {} when a signal came in its middle."""
+    def evaluate_now() -> float | None:
+        """Evaluate, log and draw; the score, or None when a signal came in its middle."""
         metrics = evaluate(plain_model, guard.batches(test_loader), to_input, device)
         if guard.agree_to_stop():
-            return {}
+            return None
         peak = max(gather_objects(peak_memory_bytes(device)))
         run.log(step, {**metrics, "perf/peak_memory_bytes": peak})
         loss, accuracy = metrics["val/loss"], metrics["val/accuracy"]
         say(f"epoch {step / epoch_steps:.1f}  val loss {loss:.4f}  accuracy {accuracy:.4f}")
         if not cfg.eval_only:
             plot_curves(directory)
-        return metrics
+        return accuracy  # higher is better: the best checkpoint stays
 
     run = Run(directory, {**asdict(cfg), **derived}, tracker, step, read_only=cfg.eval_only)
     memory = explain_out_of_memory(plan, bn_group if bn_plan.num_layers else 0, directory)
     with guard.watching(run.report), run, memory:
         if cfg.eval_only:
-            return FINISHED if evaluate_now() else PREEMPTED
-        if evaluation_due and not evaluate_now():
+            return PREEMPTED if evaluate_now() is None else FINISHED
+        if evaluation_due and evaluate_now() is None:
             run.end("preempted", guard.reason)
             return PREEMPTED
         progress = Progress(total_steps, step)
@@ -400,10 +399,10 @@ run       {directory}""")
                 )
             progress.update(step, f"loss {totals.loss:.4f}  {speed.examples_per_second:.0f} ex/s")
             evaluation_due = step % (cfg.eval_every or epoch_steps) == 0 or last
-            accuracy = None
+            score = None
             if evaluation_due and not guard.stopping:
-                accuracy = evaluate_now().get("val/accuracy")
-                evaluation_due = accuracy is None
+                score = evaluate_now()
+                evaluation_due = score is None
                 stop |= guard.stopping
             if step % cfg.save_every == 0 or last or stop:
                 run.flush()  # the metrics are on disk before the checkpoint of the same update
@@ -416,7 +415,7 @@ run       {directory}""")
                     extra={"digest": digest, "skipped": skipped, "evaluation_due": evaluation_due},
                     manifest={"recipe": recipe, **derived},
                     keep=cfg.keep_checkpoints,
-                    score=accuracy,
+                    score=score,
                 )
                 run.log(step, {"perf/checkpoint_seconds": seconds})
             if stop:

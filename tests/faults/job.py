@@ -59,7 +59,7 @@ def before(cifar, name: str, action) -> None:
 
 def fault_nan(cifar, *ids: str) -> None:
     """These samples have pixels that are no numbers."""
-    original, bad = cifar.ImageTensors.__getitems__, [int(i) for i in ids]
+    original, bad = cifar.Tensors.__getitems__, [int(i) for i in ids]
 
     def getitems(self, wanted):
         batch = original(self, wanted)
@@ -67,7 +67,7 @@ def fault_nan(cifar, *ids: str) -> None:
         batch["image"][torch.isin(batch["id"], torch.tensor(bad))] = float("nan")
         return batch
 
-    cifar.ImageTensors.__getitems__ = getitems
+    cifar.Tensors.__getitems__ = getitems
 
 
 def fault_inf_gradient(cifar, rank: str, step: str) -> None:
@@ -121,14 +121,14 @@ def fault_out_of_memory(cifar, rank: str, step: str) -> None:
 
 def fault_stuck_data(cifar, rank: str, step: str) -> None:
     """The data set of one rank never returns."""
-    original = cifar.ImageTensors.__getitems__
+    original = cifar.Tensors.__getitems__
 
     def getitems(self, wanted):
         if my_rank() == int(rank) and in_loop(step):
             time.sleep(FOREVER)
         return original(self, wanted)
 
-    cifar.ImageTensors.__getitems__ = getitems
+    cifar.Tensors.__getitems__ = getitems
 
 
 def fault_leave_early(cifar, rank: str, step: str) -> None:
