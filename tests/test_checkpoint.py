@@ -202,7 +202,7 @@ def test_names_that_only_look_alike_are_left_alone(tmp_path, capfd):
     assert "step_foo skipped" in capfd.readouterr().err
 
 
-def test_where_it_looks(tmp_path):
+def test_where_it_looks(tmp_path, monkeypatch):
     directory = tmp_path / "run" / "checkpoints"
     assert ck.find_checkpoint(tmp_path / "run") is None
     save(directory, 3)
@@ -216,6 +216,12 @@ def test_where_it_looks(tmp_path):
     assert ck.resume_path("never", directory) is None
     assert ck.resume_path("auto", directory) == directory
     assert ck.resume_path(str(copy), directory) == copy
+    # Started again by the launcher: what the run itself has saved comes first.
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    for resume in ("auto", "never", str(copy)):
+        assert ck.resume_path(resume, tmp_path / "run") == tmp_path / "run"
+    assert ck.resume_path("never", tmp_path / "new") is None
+    assert ck.resume_path(str(copy), tmp_path / "new") == copy
     with pytest.raises(UsageError, match="--resume .*nowhere: no such run or checkpoint"):
         ck.resume_path(str(tmp_path / "nowhere"), directory)
 

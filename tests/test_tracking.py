@@ -246,6 +246,9 @@ def test_choosing_the_directory(tmp_path, monkeypatch):
         with pytest.raises(UsageError, match=f"old already holds a run.*--resume {resume} out"):
             choose_directory("old", resume, "x")
 
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # it holds the run of this very command
+    for resume in ("never", "copy"):
+        assert choose_directory("old", resume, "x") == Path("old")
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     for resume in ("auto", "old"):
         with pytest.raises(UsageError, match="--max_restarts needs an explicit --output-dir"):

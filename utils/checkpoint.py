@@ -21,6 +21,7 @@ from utils.errors import ExplainedError, UsageError, first_line
 from utils.files import fsync_directory, read_json, read_tensors, write_json
 from utils.marks import mark
 from utils.order import ORDER_VERSION
+from utils.rundir import is_restart
 from utils.start import seed_dropout
 
 MANIFEST, MODEL, TRAINING = "manifest.json", "model.pt", "training.pt"
@@ -234,11 +235,15 @@ def load_checkpoint(
 
 
 def resume_path(resume: str, directory: Path) -> Path | None:
-    """Where `--resume` says to look: None for a fresh start; UsageError for a path without one."""
+    """Where `--resume` says to look: None for a fresh start; UsageError for a path without one.
+
+    After a restart by the launcher it is the run itself, once that has saved anything.
+    """
+    has_run = on_main_process(lambda: bool(_numbered(directory / "checkpoints")))
+    if resume == "auto" or (is_restart() and has_run):
+        return directory
     if resume == "never":
         return None
-    if resume == "auto":
-        return directory
     path = Path(resume).expanduser()
     if not on_main_process(path.is_dir):
         raise UsageError(f"--resume {resume}: no such run or checkpoint folder")

@@ -39,7 +39,7 @@ from utils.errors import ERROR, ExplainedError, UsageError
 from utils.files import read_json
 from utils.hang import HangWatch, script_line, write_stacks
 from utils.marks import latest, mark
-from utils.rundir import continue_command, launcher_pid
+from utils.rundir import continue_command, is_restart, launcher_pid
 from utils.window import Batch, Totals, Window
 
 SIGNALS = [
@@ -95,7 +95,7 @@ def stopped_before_restart(directory: Path) -> bool:
     """
 
     def look() -> bool:
-        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        if not is_restart():
             return False
         status = read_json(directory / "status.json") or {}
         launched = psutil.Process(os.getppid()).create_time()  # an older launch does not count

@@ -46,7 +46,7 @@ def choose_directory(output_dir: str, resume: str, script: str) -> Path:
             raise UsageError(f"--output-dir {directory}: {ancestor} is not a writable folder")
         continues_itself = source is not None and source.resolve() == directory.resolve()
         has_run = any((directory / "checkpoints").glob("step_*"))
-        if has_run and resume != "auto" and not continues_itself:
+        if has_run and resume != "auto" and not continues_itself and not is_restart():
             raise UsageError(
                 f"--output-dir {directory} already holds a run; choose another directory, or leave "
                 f"--resume {resume} out to continue it"
@@ -54,6 +54,11 @@ def choose_directory(output_dir: str, resume: str, script: str) -> Path:
         return directory
 
     return on_main_process(choose)
+
+
+def is_restart() -> bool:
+    """Whether a launcher's --max_restarts has started this process again."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
 def continue_command(directory: Path, drop: tuple[str, ...] = ("stop-after", "resume")) -> str:
