@@ -31,14 +31,15 @@ import torch
 from accelerate.utils import parse_flag_from_env
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from utils import checkpoint, errors, marks
+from utils import errors, marks
 from utils.console import warn
-from utils.distributed import NoteBoard, all_reduce_sum, gather_objects, on_main_process, rank
+from utils.distributed import NoteBoard, all_reduce_sum, on_main_process, rank
 from utils.distributed import world_size as number_of_processes
 from utils.errors import ERROR, ExplainedError, UsageError
 from utils.files import read_json
 from utils.hang import HangWatch, script_line, write_stacks
 from utils.marks import latest, mark
+from utils.nonfinite import describe_nonfinite, raise_nonfinite
 from utils.rundir import continue_command, is_restart, launcher_pid
 from utils.window import Batch, Totals, Window
 
@@ -54,17 +55,9 @@ MOST_IN_A_ROW = 10  # updates left out
 MOST_OVERFLOWS_IN_A_ROW = 30  # from the scaler's first 65536 down to nothing
 DETERMINISTIC = r"(rank \d+: )?(NonFiniteError|OutOfMemory): "  # in status.json: reason
 PEER_SECONDS = 2.0  # between a peer's death and an error that only follows from it
-CURES = (
-    "usual cures: a larger --warmup-fraction, a lower --lr, a larger --bn-group, bf16 instead of "
-    "fp16, --max-grad-norm 1; --nonfinite skip leaves such updates out"
-)
 
 _numbers = count()  # of the guards in this process: their notes must not mix
 _launcher = launcher_pid()  # 0 when there is none
-
-
-class NonFiniteError(ExplainedError):
-    """A loss or gradient is NaN or infinite; raised by all processes before the optimizer steps."""
 
 
 def ignore_signals(worker_id: int = 0) -> None:
@@ -159,15 +152,16 @@ class Guard:
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if bad else 0
         if bad:
             stop = self.nonfinite == "stop" or self._skipped_in_a_row > MOST_IN_A_ROW
-            text, is_mine = self._describe(window, totals)
+            keep = self._skipped_in_a_row <= MOST_IN_A_ROW
+            text, is_mine = describe_nonfinite(window, totals, self.directory, keep=keep)
             if stop:
-                self._raise(window, text, is_mine)
+                raise_nonfinite(text, self.directory, is_mine)
             if rank() == 0:
                 warn(f"left out on all processes: {text}")
             totals = totals._replace(skipped=True)
         if self._overflows_in_a_row > MOST_OVERFLOWS_IN_A_ROW:
             text = f"update {window.step}: fp16 overflows {MOST_OVERFLOWS_IN_A_ROW} times in a row"
-            self._raise(window, text, is_mine=False)
+            raise_nonfinite(text, self.directory, is_mine=False)
         if totals.skipped and scaler is not None:
             scaler.update()  # it has unscaled the gradients, and expects a step after that
         return totals
@@ -370,62 +364,6 @@ class Guard:
                 return
             time.sleep(0.2)
         self._report("failed", f"rank {rank()}: {reason}")
-
-    # ---- Not finite --------------------------------------------------------------------------
-
-    def _describe(self, window: Window, totals: Totals) -> tuple[str, bool]:
-        """What is not finite where, and whether it comes from this process; collective."""
-        inputs, micro_steps = _find_bad(window)
-        keep = micro_steps or ([] if totals.bad_losses else list(range(len(window.batches))))
-        path = self.directory / "nonfinite" / f"step_{window.step:08d}_rank_{rank()}.pt"
-        if keep and self._skipped_in_a_row <= MOST_IN_A_ROW:
-            batches = [{k: v.cpu() for k, v in window.batches[i].items()} for i in keep]
-            with suppress(OSError):  # a full disk must not hide this error
-                path.parent.mkdir(parents=True, exist_ok=True)
-                torch.save({"step": window.step, "epoch": window.epoch, "batches": batches}, path)
-        ids = [i for m in micro_steps for i in window.batches[m]["id"].tolist()]
-        found = gather_objects((inputs, [m + 1 for m in micro_steps], ids))
-        text = [f"update {window.step}: loss {totals.loss}, gradient norm {totals.grad_norm}"]
-        first_cause = [r for r, (inputs, _, _) in enumerate(found) if inputs]
-        culprits = first_cause or [r for r, (_, micro_steps, _) in enumerate(found) if micro_steps]
-        for r in culprits:
-            inputs, micro_steps, ids = found[r]
-            what = f"inputs not finite, sample ids {inputs}" if inputs else f"sample ids {ids}"
-            text.append(f"rank {r}, micro-step {', '.join(map(str, micro_steps))}: {what}")
-        if not culprits:
-            text.append("all losses are finite: the gradient is not")
-        saved = self.directory / "nonfinite" / f"step_{window.step:08d}_rank_*.pt"
-        text.append(f"the micro-batches are in {saved}")
-        return "; ".join(text), rank() in culprits
-
-    def _raise(self, window: Window, text: str, is_mine: bool) -> None:
-        newest = checkpoint.newest_name(self.directory / "checkpoints")
-        error = NonFiniteError(
-            f"{text}; the weights are as before this update; last checkpoint: {newest}; {CURES}"
-        )
-        error.quiet = not (is_mine or rank() == 0)
-        if not is_mine:
-            time.sleep(1.0)  # the launcher names whoever ends first
-        raise error
-
-
-def _find_bad(window: Window) -> tuple[list[int], list[int]]:
-    """Of this process: ids of samples with inputs that are not finite; bad micro-steps from 0."""
-    ids, micro_steps = [], []
-    losses = window.losses if window.losses is not None else torch.zeros(0)
-    for i in range(len(window.batches)):
-        batch = window.batches[i]
-        bad = torch.zeros_like(batch["id"], dtype=torch.bool)
-        for value in batch.values():
-            if value.is_floating_point() and len(value) == len(bad):
-                bad |= (
-                    ~value.flatten(1).isfinite().all(dim=1) if value.ndim > 1 else ~value.isfinite()
-                )
-        ids += batch["id"][bad].tolist()
-        own_loss = losses[i] if len(losses) == len(window.batches) else losses.sum()
-        if bad.any() or not own_loss.isfinite():
-            micro_steps.append(i)
-    return ids, micro_steps
 
 
 def _follows_from_a_peer(error: BaseException) -> bool:

@@ -8,7 +8,8 @@ import torch
 from tests.faults.job import EPOCH_STEPS, NUM_TRAIN, Job
 from tests.scripts import read_run
 from utils.errors import UsageError
-from utils.guard import Guard, NonFiniteError
+from utils.guard import Guard
+from utils.nonfinite import NonFiniteError
 from utils.order import SampleOrder
 from utils.window import MicroBatches, Window
 
