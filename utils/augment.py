@@ -6,6 +6,8 @@ import torch
 
 from utils.order import random_integers
 
+IMAGENET_MEAN, IMAGENET_STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]  # as torchvision's
+
 
 def random_crop_flip(
     images: torch.Tensor, ids: torch.Tensor, *, seed: int, epoch: int, padding: int, flip: bool
