@@ -2,8 +2,7 @@
 
     python train/segmentation.py --dataset camvid        # images/, masks/ and meta.json in there
     accelerate launch train/segmentation.py --dataset camvid --model deeplabv3_resnet50
-    accelerate launch --config_file accelerate_configs/multi_gpu.yaml train/segmentation.py \
---dataset owner/name --num-classes 150 --crop-size 480
+    accelerate launch train/segmentation.py --dataset owner/name --num-classes 150 --crop-size 480
 
 Start a new task: copy this file, change the sections Data and Model and `compute_loss`.
 """
@@ -19,9 +18,8 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 import tyro
-from torch.utils.data import BatchSampler, DataLoader, Dataset
+from torch.utils.data import BatchSampler, DataLoader
 from torchvision import tv_tensors
-from torchvision.models import segmentation
 from torchvision.transforms import v2
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root: utils/ needs no install
@@ -34,16 +32,11 @@ from utils.distributed import gather_objects, on_main_process
 from utils.errors import FINISHED, PREEMPTED, UsageError, check_flags, exit_with
 from utils.export import export_model
 from utils.guard import Guard, ignore_signals, stopped_before_restart
-from utils.masks import IGNORED, MaskedSplit, find_masked_images
+from utils.mask_sets import find_masked_images
+from utils.masks import IGNORED, verify_masks
 from utils.metrics import ConfusionMatrix, Speed, Sums, intersection_over_union, peak_memory_bytes
 from utils.models import check_forward, load_weights, read_initial_weights, torchvision_model
-from utils.order import (
-    MicroBatchSampler,
-    SampleOrder,
-    ShardSampler,
-    seeded_for_sample,
-    steps_per_epoch,
-)
+from utils.order import MicroBatchSampler, SampleOrder, ShardSampler, steps_per_epoch
 from utils.plan import explain_out_of_memory, plan_batches
 from utils.plots import plot_curves
 from utils.rundir import choose_directory, continue_command
@@ -63,6 +56,7 @@ class Config:
     ignore_index: int = -1  # mask value of pixels without a label; -1 = as meta.json says, or none
     crop_size: int = 160  # height and width in training; evaluation takes whole images
     max_scale: float = 2.0  # images are scaled at random, by 1/N to N, before the crop; 1 = not
+    verify_data: bool = True  # read all images and masks before training; faults are named
     subset: int = 0  # only the first N examples of each split; 0 = all
     num_workers: int = -1  # loader processes per process; -1 = its cores, at most 8
     # Model
@@ -103,42 +97,17 @@ class Config:
 # ---- Data ------------------------------------------------------------------------------------
 
 
-class MaskedCrops(Dataset):
-    """Images with masks, read one by one; in training scaled, cropped and mirrored together."""
-
-    def __init__(self, split: MaskedSplit, cfg: Config, *, augment: bool):
-        self.split, self.cfg, self.augment = split, cfg, augment
-
-    def __len__(self) -> int:
-        return len(self.split)
-
-    def __getitem__(self, index: int) -> Batch:
-        image, mask = self.split.read(index)  # uint8 (3, H, W) and (H, W)
-        if self.augment:
-            with seeded_for_sample(index, self.cfg.seed):  # whatever process or worker reads it
-                image, mask = scale_crop_flip(image, mask, self.cfg.crop_size, self.cfg.max_scale)
-        return {"image": image, "label": mask, "id": torch.tensor(int(index))}
-
-
-def scale_crop_flip(
-    image: torch.Tensor, mask: torch.Tensor, size: int, max_scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A crop of `size` pixels at a random scale. What the image lacks is padded and ignored."""
-    scale = max_scale ** random.uniform(-1, 1)
+def scale_crop_flip(cfg: Config, image: torch.Tensor, mask: torch.Tensor):
+    """Crop, then scale at random: the same cost for images of any size. Padding is ignored."""
+    scale, size = cfg.max_scale ** random.uniform(-1, 1), cfg.crop_size
     fill = {tv_tensors.Image: [round(255 * x) for x in IMAGENET_MEAN], tv_tensors.Mask: IGNORED}
-    transform = v2.Compose(
-        [  # cropped before it is scaled: the same cost for images of any size
-            v2.RandomCrop(max(1, round(size / scale)), pad_if_needed=True, fill=fill),
-            v2.Resize((size, size)),  # of a mask, the nearest value
-            v2.RandomHorizontalFlip(),
-        ]
-    )
-    image, mask = transform(tv_tensors.Image(image), tv_tensors.Mask(mask))
-    return image.as_subclass(torch.Tensor), mask.as_subclass(torch.Tensor)
+    crop = v2.RandomCrop(round(size / scale) or 1, pad_if_needed=True, fill=fill)
+    image, mask = v2.Resize((size, size))(*crop(image, mask))  # of a mask, the nearest value
+    return v2.RandomHorizontalFlip()(image, mask)
 
 
-def to_input(batch: Batch) -> Batch:
-    """Normalised images, and labels as the loss takes them."""
+def to_input(batch: Batch, epoch: int = 0) -> Batch:
+    """Normalised images, and labels as the loss takes them; in every epoch the same."""
     images = normalise(batch["image"], IMAGENET_MEAN, IMAGENET_STD)
     return {**batch, "image": images, "label": batch["label"].long()}
 
@@ -149,7 +118,7 @@ def to_input(batch: Batch) -> Batch:
 def build_model(name: str, num_classes: int, auxiliary: bool) -> torch.nn.Module:
     """A torchvision model with fresh weights; FCN and DeepLabV3 may have a second head."""
     options = {"weights_backbone": None, "aux_loss": auxiliary and not name.startswith("lraspp")}
-    model = torchvision_model(name, num_classes, segmentation, **options)
+    model = torchvision_model(name, num_classes, "segmentation", **options)
     for layer in model.modules():  # MobileNetV3 has 0.01, for runs of 100,000s of updates
         if isinstance(layer, torch.nn.BatchNorm2d):
             layer.momentum = 0.1
@@ -179,30 +148,28 @@ def compute_loss(
 
 @torch.no_grad()
 def evaluate(model: torch.nn.Module, loader, transform, device, classes) -> dict[str, float]:
-    """Plain loss, and mean IoU from one confusion matrix, over the whole split: this rank's share,
-    the reductions at the end.
+    """Plain loss and mean IoU over the whole split: this rank's share, reductions at the end.
 
     `model` is the unwrapped one: in evaluation nothing needs to be synchronised, and ranks may
     have different numbers of batches.
     """
     model.eval()
-    sums = Sums(device, floats=("loss",), counts=("num_pixels", "num_examples"))
+    sums = Sums(device, floats=("loss",), counts=("pixels", "images"))
     confusion = ConfusionMatrix(len(classes), device)
     for batch in loader:
         batch = transform(to_device(batch, device))
         loss_sum, logits = compute_loss(model, batch)
         confusion.add(batch["label"], logits.argmax(dim=1), ignore_index=IGNORED)
-        num_examples = torch.tensor(len(batch["id"]))
-        sums.add(loss=loss_sum, num_pixels=count_valid(batch), num_examples=num_examples)
+        sums.add(loss=loss_sum, pixels=count_valid(batch), images=torch.tensor(len(logits)))
     model.train()
     total, matrix = sums.reduce(), confusion.reduce()
     iou = intersection_over_union(matrix, classes)  # absent classes are left out of the mean
     return {
-        "val/loss": total["loss"] / max(1, total["num_pixels"]),
+        "val/loss": total["loss"] / max(1, total["pixels"]),
         "val/miou": sum(iou.values()) / max(1, len(iou)),
-        "val/pixel_accuracy": int(matrix.trace()) / max(1, total["num_pixels"]),
-        "val/num_examples": total["num_examples"],
-        "val/num_pixels": total["num_pixels"],
+        "val/pixel_accuracy": int(matrix.trace()) / max(1, total["pixels"]),
+        "val/num_examples": total["images"],
+        "val/num_pixels": total["pixels"],
         "val/classes_present": len(iou),
         **{f"val/iou/{name}": value for name, value in iou.items()},
     }
@@ -242,8 +209,9 @@ def main(cfg: Config) -> int:
         lambda: find_masked_images(cfg.dataset, cfg.subset, cfg.num_classes, cfg.ignore_index)
     )
     classes = data.classes.names
-    train_set = MaskedCrops(data.train, cfg, augment=True)
-    test_set = MaskedCrops(data.test, cfg, augment=False)
+    train_set, test_set = data.train.augmented(partial(scale_crop_flip, cfg), cfg.seed), data.test
+    if cfg.verify_data:
+        verify_masks(train_set, test_set)
     epoch_steps = steps_per_epoch(len(train_set), cfg.global_batch_size)
     total_steps = min(cfg.epochs * epoch_steps, cfg.max_steps or sys.maxsize)
     order = SampleOrder(len(train_set), cfg.seed)
@@ -263,13 +231,9 @@ def main(cfg: Config) -> int:
     )
 
     train_loader = WindowLoader(
-        make_loader(train_set, batch_sampler=sampler),
-        device,
-        count_valid,
-        lambda batch, epoch: to_input(batch),
+        make_loader(train_set, batch_sampler=sampler), device, count_valid, to_input
     )
-    # Whole images, each at its own size: one by one.
-    test_loader = make_loader(test_set, batch_sampler=BatchSampler(shard, 1, drop_last=False))
+    test_loader = make_loader(test_set, batch_sampler=BatchSampler(shard, 1, False))  # of any size
 
     # ---- Model -------------------------------------------------------------------------------
     build = partial(build_model, cfg.model, len(classes), cfg.auxiliary_weight > 0)
@@ -282,8 +246,7 @@ def main(cfg: Config) -> int:
     model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     # Before the optimizer and `prepare`: groups of examples share statistics, on any layout.
     bn_plan = convert_batchnorm(model, bn_group, plan.micro_batch_size)
-    size = cfg.crop_size
-    example = normalise(torch.zeros(1, 3, size, size), IMAGENET_MEAN, IMAGENET_STD)
+    example = torch.rand(1, 3, cfg.crop_size, cfg.crop_size)
     bn_plan.check_values_per_channel(lambda: check_forward(model, example, cfg.model))
     num_parameters = sum(p.numel() for p in model.parameters())
     built = preflight.fingerprint(model)  # `prepare` makes rank 0's weights everybody's
@@ -362,8 +325,7 @@ def main(cfg: Config) -> int:
 
     # ---- Train -------------------------------------------------------------------------------
     say(f"""\
-data      {data.name}: {len(train_set)} train, {len(test_set)} {data.test.name}; \
-{len(classes)} classes, crops of {size}x{size}
+data      {data.describe()}
 batch     {cfg.global_batch_size} = {num_processes} processes x {plan.micro_batch_size} examples \
 x {plan.accumulation} micro-steps; {epoch_steps} updates an epoch, {total_steps} in all
 model     {cfg.model}, {num_parameters:,} parameters; learning rate {lr_used:g} at its peak
@@ -399,9 +361,8 @@ run       {directory}""")
             return {}
         peak = max(gather_objects(peak_memory_bytes(device)))
         run.log(step, {**metrics, "perf/peak_memory_bytes": peak})
-        loss, miou = metrics["val/loss"], metrics["val/miou"]
-        present = f"{metrics['val/classes_present']} of {len(classes)} classes"
-        say(f"epoch {step / epoch_steps:.1f}  val loss {loss:.4f}  mIoU {miou:.4f} ({present})")
+        miou, present = metrics["val/miou"], f"{metrics['val/classes_present']} classes present"
+        say(f"epoch {step / epoch_steps:.1f}  val mIoU {miou:.4f}, {present}")
         if not cfg.eval_only:
             plot_curves(directory)
         return metrics
@@ -470,7 +431,7 @@ run       {directory}""")
         # ---- Finish --------------------------------------------------------------------------
         description = {
             "architecture": cfg.model,
-            "auxiliary_head": cfg.auxiliary_weight > 0,
+            "auxiliary_head": getattr(plain_model, "aux_classifier", None) is not None,
             "classes": classes,
             "palette": data.classes.palette,
             "mean": IMAGENET_MEAN,

@@ -3,7 +3,6 @@
 import difflib
 import pickle
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -94,27 +93,24 @@ def _for_backbone(
 
 
 def torchvision_model(
-    name: str,
-    num_classes: int,
-    module: ModuleType = torchvision.models,
-    **options: Any,
+    name: str, num_classes: int, kind: str = "", **options: Any
 ) -> torch.nn.Module:
     """A fresh model of torchvision, by default for classification.
 
     Args:
-        module: which of torchvision's kinds, such as torchvision.models.segmentation.
+        kind: of another task: segmentation, detection, video.
         options: of the model's constructor.
 
     UsageError with near matches when the name is unknown there.
     """
+    module = getattr(torchvision.models, kind) if kind else torchvision.models
     names = torchvision.models.list_models(module=module)
     if name not in names:
-        near = difflib.get_close_matches(name.lower(), names, n=3) or [
-            "resnet18" if "resnet18" in names else names[-1]
-        ]
+        near = difflib.get_close_matches(name.lower(), names, n=3)
+        near = near or (names if kind else ["resnet18"])
+        of_kind = f"'s {kind} models" if kind else ""
         raise UsageError(
-            f"--model {name} is not in {module.__name__.replace('.models', '', 1)}; "
-            f"did you mean {', '.join(near)}?"
+            f"--model {name} is not in torchvision{of_kind}; did you mean {', '.join(near)}?"
         )
     model = torchvision.models.get_model(name, num_classes=num_classes, **options)
     if getattr(model, "aux_logits", False):
