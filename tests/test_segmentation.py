@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 from functools import partial
 from pathlib import Path
 
@@ -70,6 +71,7 @@ def config(dataset: Path, directory: Path, **changes) -> dict:
         lr=0.05,
         lr_reference_batch=0,
         num_workers=0,
+        eval_every=1000,  # at the end alone
         seed=SEED,
         tracker="none",
     )
@@ -104,17 +106,25 @@ def void_folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def references(pool, void_folder, tmp_path_factory):
-    runs: dict[tuple[int, int], dict] = {}
+    """The run in one process, without accumulation, for each BatchNorm group."""
+    runs: dict[int, dict] = {}
 
-    def get(group: int, steps: int) -> dict:
-        if (group, steps) not in runs:
+    def get(group: int) -> dict:
+        if group not in runs:
             directory = tmp_path_factory.mktemp("reference")
-            runs[group, steps] = train(
-                pool, 1, void_folder, directory, bn_group=group, max_steps=steps
-            )
-        return runs[group, steps]
+            runs[group] = train(pool, 1, void_folder, directory, bn_group=group, max_steps=2)
+        return runs[group]
 
     return get
+
+
+def assert_same(expected: dict, actual: dict) -> None:
+    """Tensor by tensor; those that are rounding alone (a bias in front of BatchNorm has no
+    gradient) are compared with the largest of all."""
+    largest = max(float(value.abs().max()) for value in expected.values())
+    for name, value in expected.items():
+        size = max(float(value.abs().max()), 1e-5 * largest)
+        assert float((value - actual[name]).abs().max()) < 1e-10 * size, name
 
 
 slow = pytest.mark.slow
@@ -133,29 +143,25 @@ LAYOUTS = [
 def test_layouts_give_the_same_run(
     pool, void_folder, references, tmp_path, processes, micro, accumulation, group
 ):
-    changes = dict(micro_batch_size=micro, bn_group=group)
-    for steps in (1, 3):  # after one update, the momentum is the gradient
-        directory = tmp_path / str(steps)
-        actual = train(pool, processes, void_folder, directory, max_steps=steps, **changes)
-        expected = references(group, steps)
-        assert actual["config"]["accumulation"] == accumulation
-        for kind in ("momentum", "model"):
-            for name, value in expected[kind].items():
-                assert relative_difference(value, actual[kind][name]) < 1e-10, (kind, name)
-        for step, values in expected["metrics"].items():
-            for key, value in values.items():
-                if not key.startswith("perf/"):
-                    same = pytest.approx(value, rel=1e-10) if key[0] in "tv" else value
-                    assert actual["metrics"][step][key] == same, (step, key)
+    changes = dict(micro_batch_size=micro, bn_group=group, max_steps=2)
+    actual, expected = train(pool, processes, void_folder, tmp_path, **changes), references(group)
+    assert actual["config"]["accumulation"] == accumulation
+    for kind in ("momentum", "model"):  # the momentum is made of the gradients alone
+        assert_same(expected[kind], actual[kind])
+    for step, values in expected["metrics"].items():
+        for key, value in values.items():
+            if not key.startswith("perf/"):
+                same = pytest.approx(value, rel=1e-10) if key[0] in "tv" else value
+                assert actual["metrics"][step][key] == same, (step, key)
 
 
-def test_reference_has_void_pixels_and_learns(void_folder, references):
+def test_reference_has_void_pixels(void_folder, references):
     data = find_masked_images(str(void_folder), 0, 0, -1)
     first = SampleOrder(6, SEED).ids(0, 0, 4).tolist()
     void = [bool((data.train.read(index)[1] == IGNORED).all()) for index in first]
     assert void == [True, True, False, False]
-    metrics = references(4, 3)["metrics"]
-    assert metrics[3]["train/loss"] < metrics[1]["train/loss"]
+    with pytest.raises(AssertionError):  # the comparison can fail
+        assert_same(references(4)["model"], references(1)["model"])
 
 
 # ---- Evaluation ------------------------------------------------------------------------------
@@ -172,7 +178,7 @@ def trained(pool, tmp_path_factory):
 
 def dump_evaluation(given: dict, dump: str) -> list:
     """--eval-only, with the predictions written to files; returns the matrix it came to."""
-    rank, matrices = dist.get_rank() if dist.is_initialized() else 0, []
+    rank, matrices = os.environ["RANK"], []
     compute_loss, reduce = segmentation.compute_loss, ConfusionMatrix.reduce
 
     def dumping(model, batch, *args, **kwargs):
