@@ -172,7 +172,7 @@ def trained(pool, tmp_path_factory):
     """A finished run on a folder, with a prime number of images to evaluate."""
     folder = make_folder(tmp_path_factory.mktemp("folder"))
     directory = tmp_path_factory.mktemp("run")
-    changes = dict(global_batch_size=6, bn_group=2, max_steps=6, epochs=6)
+    changes = dict(global_batch_size=6, bn_group=6, max_steps=6, epochs=6)
     return folder, directory, train(pool, 1, folder, directory, **changes)
 
 
@@ -207,8 +207,8 @@ def dump_evaluation(given: dict, dump: str) -> list:
 @pytest.mark.parametrize("processes", [1, 2, 3])
 def test_mean_iou_is_numpys_from_the_predictions(pool, trained, tmp_path, processes):
     folder, directory, reference = trained
-    changes = dict(global_batch_size=6, bn_group=2, max_steps=6, epochs=6)
-    changes |= dict(micro_batch_size=2, resume=str(directory), eval_only=True)
+    changes = dict(global_batch_size=6, bn_group=6, max_steps=6, epochs=6)
+    changes |= dict(resume=str(directory), eval_only=True)
     given = config(folder, tmp_path / "evaluation", **changes)
     dump = tmp_path / "dump"
     dump.mkdir()
