@@ -90,8 +90,9 @@ def read_initial_weights(weights: str, model_name: str) -> dict[str, torch.Tenso
     """
     if weights != "default":
         return read_weights(weights)
+    default = torchvision.models.get_model_weights(model_name)["DEFAULT"]
     try:
-        return torchvision.models.get_model_weights(model_name)["DEFAULT"].get_state_dict(
+        return default.get_state_dict(
             map_location="cpu",
             check_hash=True,
             weights_only=True,  # torchvision's own default would execute what a file asks for
@@ -101,7 +102,7 @@ def read_initial_weights(weights: str, model_name: str) -> dict[str, torch.Tenso
         reason = "the file is broken, or would run code to load" if broken else first_line(error)
         raise UsageError(
             f"--weights default: torchvision's weights of {model_name} cannot be had ({reason}); "
-            "fetch the file on a connected machine and give --weights FILE"
+            f"fetch {default.url} on a connected machine and give --weights FILE"
         ) from error
 
 
