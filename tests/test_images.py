@@ -44,6 +44,10 @@ def encode(image: Image.Image, kind: str = "PNG", **how) -> bytes:
     return file.getvalue()
 
 
+def raise_(error: Exception):
+    raise error
+
+
 def corners() -> Image.Image:
     """4 x 2 pixels: red above blue at the left, all else green."""
     image = Image.new("RGB", (4, 2), GREEN)
@@ -66,7 +70,18 @@ def test_plain_image_is_as_pillow_reads_it():
         assert np.array_equal(found.numpy(), expected)
 
 
-@pytest.mark.parametrize("kind", ["PNG", "TIFF", "WEBP"])
+@pytest.mark.parametrize("subsampling", [0, 1, 2])
+@pytest.mark.parametrize("progressive", [False, True])
+def test_fast_path_gives_the_same_pixels(monkeypatch, subsampling, progressive):
+    rows = np.arange(99)[:, None, None] * np.array([1, 2, 5]) + np.arange(75)[None, :, None] * 3
+    image = Image.fromarray((rows % 256).astype(np.uint8))
+    data = encode(image, "JPEG", subsampling=subsampling, progressive=progressive)
+    fast = decode_rgb(data, "x")
+    monkeypatch.setattr(images, "decode_jpeg", lambda data: raise_(RuntimeError()))
+    assert torch.equal(decode_rgb(data, "x"), fast)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "TIFF", "WEBP"])
 @pytest.mark.parametrize(
     ("orientation", "red", "blue"),  # where the two corners are seen
     [
@@ -77,10 +92,13 @@ def test_plain_image_is_as_pillow_reads_it():
 def test_orientation_is_applied_once(kind, orientation, red, blue):
     exif = Image.Exif()
     exif[0x0112] = orientation
-    data = encode(corners(), kind, exif=exif, **({"lossless": True} if kind == "WEBP" else {}))
-    found = decode_rgb(data, "x")
-    assert found.shape == ((3, 2, 4) if orientation < 5 else (3, 4, 2))
-    assert pixel(found, *red) == RED and pixel(found, *blue) == BLUE
+    how = {"WEBP": {"lossless": True}, "JPEG": {"subsampling": 0, "quality": 95}}.get(kind, {})
+    large = corners().resize((64, 32), Image.Resampling.NEAREST)  # blocks of 16, as JPEG has
+    found = decode_rgb(encode(large, kind, exif=exif, **how), "x")
+    assert found.shape == ((3, 32, 64) if orientation < 5 else (3, 64, 32))
+    found = found[:, 8::16, 8::16]
+    for place, colour in ((red, RED), (blue, BLUE)):
+        assert np.abs(np.subtract(pixel(found, *place), colour)).max() < 8
 
 
 def test_broken_metadata_leaves_the_pixels():
@@ -172,7 +190,7 @@ def test_a_missing_file_is_bad_a_failing_disk_is_not(tmp_path):
         decode_rgb(tmp_path / "a.jpg", "a.jpg")
 
     class Failing(type(tmp_path)):
-        def open(self, *args, **kwargs):
+        def read_bytes(self):
             raise OSError(5, "Input/output error")
 
     with pytest.raises(OSError, match="Input/output") as caught:

@@ -17,6 +17,7 @@ from torchvision.models import get_model
 from tests.scripts import read_run, relative_difference
 from train import segmentation
 from utils.errors import UsageError
+from utils.image_loading import collate
 from utils.images import BadImage
 from utils.mask_sets import find_masked_images
 from utils.masks import IGNORED
@@ -393,6 +394,19 @@ def test_masks_that_cannot_be_used(tmp_path, change, words):
             data.train.read(index)
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_bad_mask_ends_the_run_before_or_where_it_is_read(pool, tmp_path, processes, verify):
+    replace_mask(make_folder(tmp_path / "data"), wrong_value)
+    given = config(tmp_path / "data", tmp_path / "run", verify_data=verify, num_workers=1)
+    kind = "UsageError" if verify else r"ExplainedError: rank \d: unreadable image"
+    with pytest.raises(
+        AssertionError, match=rf"{kind}: .*scene2.png: value 17 \(3 pixels\) is none"
+    ):
+        pool.run(processes, run, given, init=False)
+    assert (tmp_path / "run").exists() != verify
+
+
 META = {"classes": CLASSES, "ignore_index": VOID}
 
 
@@ -475,14 +489,15 @@ def test_crops_depend_on_seed_epoch_and_index_alone(tmp_path, workers):
     def read(epoch: int, **how) -> list[torch.Tensor]:
         order = [[SampleIndex(i, epoch) for i in (4, 1, 5)], [SampleIndex(0, epoch)]]
         crops = data.train.augmented(partial(segmentation.scale_crop_flip, cfg), SEED)
-        batches = torch.utils.data.DataLoader(crops, batch_sampler=order, **how)
+        options = dict(collate_fn=collate, batch_sampler=order)
+        batches = torch.utils.data.DataLoader(crops, **options, **how)
         return [batch["image"] for batch in batches]
 
     first, again, later = read(0), read(0, num_workers=workers), read(1)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     assert not torch.equal(first[0], later[0]) and type(first[0]) is torch.Tensor
     plain = data.train[1]
-    assert all(type(value) is torch.Tensor for value in plain.values())
+    assert type(plain["image"]) is type(plain["label"]) is torch.Tensor
     assert torch.equal(plain["image"], data.train.read(1)[0])  # whole, at its own size
 
 

@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 import tyro
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
@@ -31,9 +31,10 @@ from utils.console import Progress, say
 from utils.distributed import gather_objects, on_main_process
 from utils.errors import FINISHED, PREEMPTED, UsageError, check_flags, exit_with
 from utils.export import export_model
-from utils.guard import Guard, ignore_signals, stopped_before_restart
+from utils.guard import Guard, stopped_before_restart
+from utils.image_loading import BadImages, ImageLoader
 from utils.mask_sets import find_masked_images
-from utils.masks import IGNORED, verify_masks
+from utils.masks import IGNORED, MASK_REMEDY, verify_masks
 from utils.metrics import ConfusionMatrix, Speed, Sums, intersection_over_union, peak_memory_bytes
 from utils.models import check_forward, load_weights, read_initial_weights, torchvision_model
 from utils.order import MicroBatchSampler, SampleOrder, ShardSampler, steps_per_epoch
@@ -210,6 +211,7 @@ def main(cfg: Config) -> int:
     )
     classes = data.classes.names
     train_set, test_set = data.train.augmented(partial(scale_crop_flip, cfg), cfg.seed), data.test
+    num_workers = default_workers() if cfg.num_workers == -1 else cfg.num_workers
     if cfg.verify_data:
         verify_masks(train_set, test_set)
     epoch_steps = steps_per_epoch(len(train_set), cfg.global_batch_size)
@@ -219,17 +221,13 @@ def main(cfg: Config) -> int:
         order, plan, accelerator.process_index, total_steps, carry_epoch=True
     )
     shard = ShardSampler(len(test_set), num_processes, accelerator.process_index)
-    num_workers = default_workers() if cfg.num_workers < 0 else cfg.num_workers
     # Both are sharded already: they stay outside `prepare`, which would shard them again.
     make_loader = partial(
-        DataLoader,
-        num_workers=num_workers,
-        worker_init_fn=ignore_signals,  # they end with this process
-        persistent_workers=num_workers > 0,
-        pin_memory=device.type == "cuda",
-        generator=torch.Generator(),  # its own: each iteration would draw from the global one
+        ImageLoader,
+        bad_images=BadImages(directory, "stop", remedy=MASK_REMEDY),
+        workers=num_workers,
+        pin=device.type == "cuda",
     )
-
     train_loader = WindowLoader(
         make_loader(train_set, batch_sampler=sampler), device, count_valid, to_input
     )
@@ -246,7 +244,7 @@ def main(cfg: Config) -> int:
     model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     # Before the optimizer and `prepare`: groups of examples share statistics, on any layout.
     bn_plan = convert_batchnorm(model, bn_group, plan.micro_batch_size)
-    example = torch.rand(1, 3, cfg.crop_size, cfg.crop_size)
+    example = torch.linspace(-2, 2, 3 * cfg.crop_size**2).view(1, 3, cfg.crop_size, cfg.crop_size)
     bn_plan.check_values_per_channel(lambda: check_forward(model, example, cfg.model))
     num_parameters = sum(p.numel() for p in model.parameters())
     built = preflight.fingerprint(model)  # `prepare` makes rank 0's weights everybody's

@@ -6,7 +6,8 @@ import torch
 
 from utils.order import random_integers
 
-IMAGENET_MEAN, IMAGENET_STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]  # as torchvision's
+# Per channel, of photographs in [0, 1], as torchvision's weights expect them to be normalised.
+IMAGENET_MEAN, IMAGENET_STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 
 
 def random_crop_flip(

@@ -43,6 +43,7 @@ def check_flags(
     not_negative: str = "",
     below_one: str = "",
     from_minus_one: str = "",
+    share: str = "",
 ) -> None:
     """Raise UsageError for a number out of range; the arguments are names separated by spaces."""
     rules = (
@@ -50,6 +51,7 @@ def check_flags(
         (not_negative, lambda value: value >= 0, "not be negative"),
         (below_one, lambda value: 0 <= value < 1, "be at least 0 and less than 1"),
         (from_minus_one, lambda value: value >= -1, "be at least -1"),
+        (share, lambda value: 0 < value <= 1, "be greater than 0 and at most 1"),
     )
     for names, is_good, rule in rules:
         for name in names.split():

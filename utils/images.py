@@ -14,7 +14,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image, ImageOps
+from torchvision.io import decode_jpeg
 
 # About 134 million pixels, 400 MB in RGB: more than cameras make, less than a worker's memory.
 MAX_PIXELS = 2**27
@@ -39,13 +40,9 @@ def open_checked(source: Path | bytes, name: str) -> Image.Image:
     Raises BadImage. An error of the disk or network is an OSError: the file may be good.
     """
     with _explained(name):
-        with io.BytesIO(source) if isinstance(source, bytes) else source.open("rb") as file:
-            image = Image.open(file, formats=_formats())
-            if image.width * image.height > MAX_PIXELS:
-                size = f"{image.width}x{image.height}"
-                raise BadImage(f"{name}: {size} pixels, more than {MAX_PIXELS:,} are not decoded")
-            image.load()
-            return image
+        image = _open(source if isinstance(source, bytes) else source.read_bytes(), name)
+        image.load()
+        return image
 
 
 def decode_rgb(source: Path | bytes, name: str) -> torch.Tensor:
@@ -57,12 +54,18 @@ def decode_rgb(source: Path | bytes, name: str) -> torch.Tensor:
 
     Args and errors: as `open_checked`.
     """
-    image = open_checked(source, name)
     with _explained(name):
-        try:
+        content = source if isinstance(source, bytes) else source.read_bytes()
+        image = _open(content, name)
+        if image.format == "JPEG" and image.mode == "RGB" and _orientation(image) == 1:
+            try:  # the same pixels in half of the time
+                data = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+                return decode_jpeg(data)  # type: ignore[return-value]
+            except RuntimeError:  # what Pillow says to it counts
+                pass
+        image.load()
+        if _orientation(image) != 1:
             ImageOps.exif_transpose(image, in_place=True)
-        except Exception:  # of broken metadata, which says nothing about the pixels
-            pass
         if image.mode[0] in "IF":
             image = _eight_bits(image)
         if "A" in image.mode or "a" in image.mode or "transparency" in image.info:
@@ -98,6 +101,22 @@ def _explained(name: str) -> Iterator[None]:
 def _formats() -> list[str]:
     Image.init()
     return [name for name in FORMATS if name in Image.OPEN]
+
+
+def _open(content: bytes, name: str) -> Image.Image:
+    """The image, nothing but its header read; its size is checked."""
+    image = Image.open(io.BytesIO(content), formats=_formats())
+    if image.width * image.height > MAX_PIXELS:
+        size = f"{image.width}x{image.height}"
+        raise BadImage(f"{name}: {size} pixels, more than {MAX_PIXELS:,} are not decoded")
+    return image
+
+
+def _orientation(image: Image.Image) -> int:
+    try:
+        return image.getexif().get(ExifTags.Base.Orientation, 1)
+    except Exception:  # of broken metadata, which says nothing about the pixels
+        return 1
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:

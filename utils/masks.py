@@ -25,6 +25,8 @@ from utils.order import seeded_for_sample
 from utils.start import default_workers
 
 IGNORED = 255  # in a decoded mask: no label
+BLANK = ((3, 8, 8), (8, 8))  # shapes in the place of what cannot be read
+MASK_REMEDY = "correct it, or remove image and mask (--verify-data finds all at once)"
 INDEX_MODES = ("1", "L", "P")  # of Pillow: one value a pixel, in 8 bits at most
 
 
@@ -76,13 +78,19 @@ class MaskedSplit(Dataset):
     def __len__(self) -> int:
         return len(self.items)
 
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        image, mask = self.read(index)
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """A sample for ImageLoader, which stops at a "bad" one; nothing is labelled in its place."""
+        bad = []
+        try:
+            image, mask = self.read(index)
+        except BadImage as error:
+            bad = [str(error)]
+            image, mask = (torch.full(shape, IGNORED, dtype=torch.uint8) for shape in BLANK)
         if self.transform is not None:
             with seeded_for_sample(index, self.seed):
                 image, mask = self.transform(tv_tensors.Image(image), tv_tensors.Mask(mask))
-        plain = (tensor.as_subclass(torch.Tensor).contiguous() for tensor in (image, mask))
-        return dict(zip(("image", "label"), plain, strict=True)) | {"id": torch.tensor(int(index))}
+        image, mask = (x.as_subclass(torch.Tensor).contiguous() for x in (image, mask))
+        return {"image": image, "label": mask, "id": torch.tensor(int(index)), "bad": bad}
 
     def augmented(self, transform: Callable, seed: int) -> MaskedSplit:
         return replace(self, transform=transform, seed=seed)

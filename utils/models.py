@@ -147,7 +147,7 @@ def read_initial_weights(weights: str, model_name: str) -> dict[str, torch.Tenso
         reason = "the file is broken, or would run code to load" if broken else first_line(error)
         raise UsageError(
             f"--weights {weights}: torchvision's weights of {model_name} cannot be had ({reason}); "
-            f"fetch {found.url} on a connected machine, and give --weights FILE"
+            f"fetch {found.url} on a connected machine and give --weights FILE"
         ) from error
 
 
