@@ -79,7 +79,7 @@ class MaskedSplit(Dataset):
         return len(self.items)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """A sample for ImageLoader, which stops at a "bad" one; nothing is labelled in its place."""
+        """A sample for ImageLoader, which stops at a "bad" one; no label is in its place."""
         bad = []
         try:
             image, mask = self.read(index)
