@@ -103,6 +103,8 @@ def seeded_for_sample(index: int, seed: int) -> Iterator[None]:
         index: a SampleIndex; a plain int is of epoch 0.
     """
     states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)  # torch.rand draws other numbers in another dtype
     key = _key(seed, SampleIndex(index).epoch, index, _SAMPLE_STREAM) & _MASK
     random.seed(key)
     numpy.random.seed([key >> 32, key & 0xFFFFFFFF])
@@ -110,6 +112,7 @@ def seeded_for_sample(index: int, seed: int) -> Iterator[None]:
     try:
         yield
     finally:
+        torch.set_default_dtype(dtype)
         random.setstate(states[0])
         numpy.random.set_state(states[1])
         torch.set_rng_state(states[2])
