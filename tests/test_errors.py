@@ -39,6 +39,8 @@ from utils.files import read_json, read_json_lines, read_tensors, write_json, wr
         ("positive", [1, 1e-9], [0, -1, float("nan")]),
         ("not_negative", [0, 0.0, 3], [-1, -1e-9, float("nan")]),
         ("below_one", [0, 0.5, 0.999], [1, 1.0, -0.1, float("nan")]),
+        ("share", [0.01, 1], [0, 1.01, float("nan")]),
+        ("from_minus_one", [-1, 0, 3], [-2, -1.5, float("nan")]),
     ],
 )
 def test_flags_out_of_range(rule, good, bad):

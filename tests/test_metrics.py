@@ -5,7 +5,13 @@ import time
 import pytest
 import torch
 
-from utils.metrics import Speed, Sums, peak_memory_bytes
+from utils.metrics import (
+    ConfusionMatrix,
+    Speed,
+    Sums,
+    intersection_over_union,
+    peak_memory_bytes,
+)
 
 CPU = torch.device("cpu")
 
@@ -99,3 +105,29 @@ def test_peak_memory_grows_with_use():
     block = torch.ones(64 << 20, dtype=torch.uint8)  # touched: resident
     assert 10 << 20 < before <= peak_memory_bytes(CPU) < 1 << 40
     assert block.numel() == 64 << 20
+
+
+def confusion_of_a_rank(truth, prediction) -> list:
+    import torch.distributed as dist
+
+    matrix = ConfusionMatrix(3, CPU)
+    own = slice(dist.get_rank(), None, dist.get_world_size())
+    for a, b in zip(truth[own], prediction[own], strict=True):
+        matrix.add(a, b, ignore_index=255)
+    return matrix.reduce().tolist()
+
+
+def test_confusion_matrix_of_all_processes(pool):
+    generator = torch.Generator().manual_seed(0)
+    truth = torch.randint(3, (7, 4, 5), generator=generator).to(torch.uint8)
+    truth[torch.rand(7, 4, 5, generator=generator) < 0.3] = 255
+    prediction = torch.randint(3, (7, 4, 5), generator=generator)
+    expected = [[int(((truth == i) & (prediction == j)).sum()) for j in range(3)] for i in range(3)]
+    assert sum(map(sum, expected)) == int((truth != 255).sum()) < truth.numel()
+    assert pool.run(2, confusion_of_a_rank, truth, prediction) == [expected] * 2
+
+
+def test_absent_classes_have_no_intersection_over_union():
+    matrix = torch.tensor([[6, 0, 2], [0, 0, 0], [0, 0, 0]])
+    iou = intersection_over_union(matrix, ["a", "b", "c"])
+    assert iou == {"a": 6 / 8, "c": 0.0}  # c is predicted where it is not; b is nowhere

@@ -185,3 +185,42 @@ def test_inputs_that_a_model_cannot_take():
     check_forward(vit, torch.zeros(1, 3, 32, 32), "vit")
     with pytest.raises(UsageError, match="--model vit cannot take 3x8x8 inputs: .*32"):
         check_forward(vit, torch.zeros(1, 3, 8, 8), "vit")
+
+
+def test_a_classifiers_weights_start_the_backbone():
+    for name, classifier in (
+        ("lraspp_mobilenet_v3_large", "mobilenet_v3_large"),
+        ("fcn_resnet50", "resnet50"),
+    ):
+        model = torchvision_model(name, 5, "segmentation", weights_backbone=None)
+        state = torchvision_model(classifier, 1000).state_dict()
+        head = {n: v.clone() for n, v in model.state_dict().items() if "classifier" in n}
+        assert load_weights(model, state, "x") == ()
+        for key, value in model.state_dict().items():
+            plain = key.removeprefix("backbone.")
+            source = state.get(plain, state.get(f"features.{plain}"))
+            assert torch.equal(value, head[key] if key in head else source), key
+        del state["conv1.weight" if "conv1.weight" in state else "features.0.0.weight"]
+        with pytest.raises(UsageError, match="missing .*backbone"):
+            load_weights(model, state, "x")
+
+
+def test_weights_of_a_whole_segmentation_model_leave_the_head_fresh():
+    options = dict(kind="segmentation", weights_backbone=None)
+    model = torchvision_model("deeplabv3_mobilenet_v3_large", 5, **options)
+    other = torchvision_model("deeplabv3_mobilenet_v3_large", 21, aux_loss=True, **options)
+    left_out = load_weights(model, other.state_dict(), "x")
+    assert left_out == ("classifier.4.weight", "classifier.4.bias")
+    with pytest.raises(UsageError, match="of no_model; give --weights FILE or none"):
+        read_initial_weights("backbone", "fcn_no_model")
+
+
+def test_weights_out_of_reach_name_the_file_to_fetch(monkeypatch):
+    def unreachable(*args, **kwargs):
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(torch.hub, "load_state_dict_from_url", unreachable)
+    monkeypatch.setattr(torchvision.models._api, "load_state_dict_from_url", unreachable)
+    for weights, file in (("default", "lraspp_mobilenet_v3_large-"), ("backbone", "mobilenet_v3_")):
+        with pytest.raises(UsageError, match=rf"no route to host.*fetch https://\S*{file}\S*\.pth"):
+            read_initial_weights(weights, "lraspp_mobilenet_v3_large")

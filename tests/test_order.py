@@ -1,6 +1,8 @@
 """Sample order and per-sample random numbers, against plain Python and numpy."""
 
 import itertools
+import pickle
+import random
 import tracemalloc
 
 import numpy as np
@@ -13,12 +15,14 @@ from utils.errors import UsageError
 from utils.order import (
     ORDER_VERSION,
     MicroBatchSampler,
+    SampleIndex,
     SampleOrder,
     ShardSampler,
     digest,
     hash64,
     random_integers,
     random_uniform,
+    seeded_for_sample,
     steps_per_epoch,
 )
 from utils.plan import plan_batches
@@ -325,3 +329,68 @@ def test_digest_is_a_sum_without_order():
     assert digest(ids[:0]) == 0
     assert 0 <= expected <= MASK
     assert digest(torch.tensor([1, 1])) != digest(torch.tensor([1]))  # a repetition is seen
+
+
+# ---- Transforms where samples are read ---------------------------------------------------------
+
+
+class Drawing(torch.utils.data.Dataset):
+    """What Python, numpy and torch draw for a sample."""
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        with seeded_for_sample(index, seed=5):
+            drawn = [random.random(), np.random.rand(), float(torch.rand((), dtype=torch.float64))]
+        return torch.tensor([float(index), SampleIndex(index).epoch, *drawn], dtype=torch.float64)
+
+
+def drawn_by(workers: int, processes: int, start: int = 0) -> torch.Tensor:
+    """Rows of all ranks of two epochs, sorted by (epoch, index)."""
+    rows = []
+    plan = plan_batches(8, 0, processes)
+    for rank in range(processes):
+        order = SampleOrder(20, seed=3)
+        sampler = MicroBatchSampler(order, plan, rank, total_steps=4, carry_epoch=True)
+        sampler.start_step = start
+        loader = DataLoader(Drawing(), batch_sampler=sampler, num_workers=workers)
+        rows += [row for batch in loader for row in batch]
+    return torch.stack(sorted(rows, key=lambda row: row[:2].flip(0).tolist()))
+
+
+def test_sample_draws_the_same_in_any_worker_and_layout():
+    expected = drawn_by(workers=0, processes=1)
+    assert expected[:, 1].tolist() == [0.0] * 16 + [1.0] * 16
+    assert len(expected[:, 2:].flatten().unique()) == 32 * 3  # by sample, epoch and generator
+    assert torch.equal(expected, drawn_by(workers=0, processes=2))
+    assert torch.equal(expected, drawn_by(workers=2, processes=1))
+    resumed = drawn_by(workers=0, processes=1, start=3)
+    assert torch.equal(resumed, expected[torch.isin(expected[:, 2], resumed[:, 2])])
+
+
+def test_generators_are_as_before():
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    expected = random.random(), np.random.rand(), torch.rand(3)
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    with pytest.raises(KeyError), seeded_for_sample(SampleIndex(3, 4), seed=0):
+        random.random(), np.random.rand(), torch.rand(3)
+        raise KeyError
+    assert expected[:2] == (random.random(), np.random.rand())
+    assert torch.equal(expected[2], torch.rand(3))
+
+
+def test_index_is_an_int_that_keeps_its_epoch():
+    index = pickle.loads(pickle.dumps(SampleIndex(7, 3)))
+    assert index == 7 and index.epoch == 3 and SampleIndex(index).epoch == 3
+    assert SampleIndex(7).epoch == 0
+    assert torch.equal(torch.tensor([index]), torch.tensor([7]))
+
+
+def test_epochs_are_carried_on_request_only():
+    plan = plan_batches(4, 2, 1)
+    plain = MicroBatchSampler(SampleOrder(9, 0), plan, 0, 5)
+    carrying = MicroBatchSampler(SampleOrder(9, 0), plan, 0, 5, carry_epoch=True)
+    assert list(plain) == list(carrying)
+    assert {type(i) for ids in plain for i in ids} == {int}
+    assert [i.epoch for ids in carrying for i in ids] == [0] * 8 + [1] * 8 + [2] * 4

@@ -231,3 +231,12 @@ def test_two_real_processes_find_each_other(pool):
     for count, kind, size, line in pool.run(2, describe_world, init=False):
         assert (count, kind, size) == (2, "MULTI_CPU", 2)
         assert re.match(r"2 processes on cpu, \d+ threads? each, mixed precision no, host ", line)
+
+
+@pytest.mark.parametrize(
+    ("cores", "processes", "workers"), [(2, 1, 2), (2, 2, 1), (2, 4, 0), (64, 2, 8), (1, 1, 1)]
+)
+def test_default_workers(clean, cores, processes, workers):
+    clean.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
+    clean.setenv("LOCAL_WORLD_SIZE", str(processes))
+    assert start.default_workers() == workers

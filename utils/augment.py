@@ -6,6 +6,9 @@ import torch
 
 from utils.order import random_integers
 
+# Per channel, of photographs in [0, 1], as torchvision's weights expect them to be normalised.
+IMAGENET_MEAN, IMAGENET_STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+
 
 def random_crop_flip(
     images: torch.Tensor, ids: torch.Tensor, *, seed: int, epoch: int, padding: int, flip: bool

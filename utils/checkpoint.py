@@ -35,7 +35,7 @@ MANIFEST_TYPES = {"step": int, "total_steps": int, "order_version": int, "recipe
 FREE_FLAGS = frozenset(
     "dataset epochs max_steps micro_batch_size num_workers output_dir resume stop_after save_every"
     " keep_checkpoints eval_every log_every eval_only tracker find_unused_parameters comm_hook"
-    " bn_group nonfinite hang_timeout".split()
+    " bn_group nonfinite hang_timeout verify_data bad_images".split()
 )
 
 
@@ -177,7 +177,8 @@ def check_same_recipe(checkpoint: Checkpoint, recipe: dict[str, Any], total_step
     """UsageError when this command would continue another recipe; names both values."""
     saved = checkpoint.manifest["recipe"]
     changed = [
-        f"{name}={recipe.get(name)!r} but the checkpoint was made with {saved.get(name)!r}"
+        f"{name}={recipe.get(name)!r:.300} but the checkpoint was made with "
+        f"{saved.get(name)!r:.300}"
         for name in sorted({*saved, *recipe})
         if saved.get(name) != recipe.get(name)
     ]

@@ -25,24 +25,28 @@ def warn(text: str) -> None:
 
 
 class Progress:
-    """Progress over the updates of a run; a bar on a terminal, else a line every few seconds."""
+    """Progress over the updates of a run, or over other units that are called `name`.
 
-    def __init__(self, total: int, done: int):
+    A bar on a terminal, else a line every few seconds.
+    """
+
+    def __init__(self, total: int, done: int, *, name: str = "step", unit: str = "update"):
         self.total = total
+        self.name = name
         self._last = float("-inf")
         on_terminal = sys.stderr.isatty()
         self._bar = None
         if rank() == 0 and on_terminal:
-            self._bar = tqdm(total=total, initial=done, unit="update", dynamic_ncols=True)
+            self._bar = tqdm(total=total, initial=done, unit=unit, dynamic_ncols=True)
 
     def update(self, step: int, text: str) -> None:
-        """Show update `step` with a few figures."""
+        """Show update (or unit) `step` with a few figures."""
         if self._bar is not None:
             self._bar.n = step
             self._bar.set_postfix_str(text)
         elif time.monotonic() - self._last >= LINE_SECONDS or step == self.total:
             self._last = time.monotonic()
-            say(f"step {step}/{self.total}  {text}")
+            say(f"{self.name} {step}/{self.total}  {text}")
 
     def close(self) -> None:
         if self._bar is not None:

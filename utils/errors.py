@@ -37,13 +37,21 @@ def first_line(error: Exception) -> str:
 
 
 def check_flags(
-    flags: dict[str, Any], *, positive: str = "", not_negative: str = "", below_one: str = ""
+    flags: dict[str, Any],
+    *,
+    positive: str = "",
+    not_negative: str = "",
+    below_one: str = "",
+    from_minus_one: str = "",
+    share: str = "",
 ) -> None:
     """Raise UsageError for a number out of range; the arguments are names separated by spaces."""
     rules = (
         (positive, lambda value: value > 0, "be greater than 0"),
         (not_negative, lambda value: value >= 0, "not be negative"),
         (below_one, lambda value: 0 <= value < 1, "be at least 0 and less than 1"),
+        (from_minus_one, lambda value: value >= -1, "be at least -1"),
+        (share, lambda value: 0 < value <= 1, "be greater than 0 and at most 1"),
     )
     for names, is_good, rule in rules:
         for name in names.split():

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch.utils._pytree import tree_leaves
 
 from utils.batchnorm import revert_batchnorm
 from utils.files import write_json
@@ -50,10 +51,11 @@ def export_model(
         own.update(loaded)  # in the model's own dict: MNASNet looks for a version in its metadata
         fresh.load_state_dict(own)
         with torch.no_grad():
-            expected, output = plain(example), fresh(example)
-        if not torch.allclose(expected, output, rtol=1e-3, atol=1e-4, equal_nan=True):
-            difference = (expected - output).abs().max().item()
-            raise RuntimeError(f"the exported weights give other outputs ({difference:.2e} off)")
+            pair = zip(tree_leaves(plain(example)), tree_leaves(fresh(example)), strict=True)
+        for expected, output in pair:
+            if not torch.allclose(expected, output, rtol=1e-3, atol=1e-4, equal_nan=True):
+                off = (expected - output).abs().max().item()
+                raise RuntimeError(f"the exported weights give other outputs ({off:.2e} off)")
         os.replace(temporary, folder / "model.safetensors")
     finally:
         temporary.unlink(missing_ok=True)

@@ -42,6 +42,44 @@ class Sums:
         return totals
 
 
+class ConfusionMatrix:
+    """How often each class was taken for each, collected on the device and reduced once.
+
+    Args:
+        num_classes: classes are 0 to num_classes - 1, of truth and prediction.
+    """
+
+    def __init__(self, num_classes: int, device: torch.device):
+        self.num_classes = num_classes
+        self.device = torch.device("cpu") if device.type == "mps" else device
+        self.counts = torch.zeros(num_classes**2, dtype=torch.int64, device=self.device)
+
+    def add(self, truth: torch.Tensor, prediction: torch.Tensor, ignore_index: int) -> None:
+        """Count the elements of two integer tensors of one shape, where truth is not ignored.
+
+        Without a host read: what is ignored is counted in a cell of its own, which is dropped.
+        """
+        truth, prediction = truth.to(self.device), prediction.to(self.device)
+        dropped = len(self.counts)
+        cells = torch.where(
+            truth == ignore_index, dropped, truth.long() * self.num_classes + prediction
+        )
+        self.counts += torch.bincount(cells.flatten(), minlength=dropped + 1)[:dropped]
+
+    def reduce(self) -> torch.Tensor:
+        """Counts over all processes, int64 (truth, prediction) on the CPU; all of them call it."""
+        return all_reduce_sum(self.counts.clone()).cpu().view(self.num_classes, self.num_classes)
+
+
+def intersection_over_union(matrix: torch.Tensor, classes: list[str]) -> dict[str, float]:
+    """By class, from a confusion matrix; without those that neither truth nor prediction has
+    (their union is empty, and a mean over the classes leaves them out)."""
+    correct = matrix.diagonal()
+    union = matrix.sum(0) + matrix.sum(1) - correct
+    figures = zip(classes, correct.tolist(), union.tolist(), strict=True)
+    return {name: hits / size for name, hits, size in figures if size}
+
+
 class Speed:
     """Throughput of the updates since the last line of metrics, other work left out."""
 

@@ -3,6 +3,7 @@
 import difflib
 import pickle
 from pathlib import Path
+from typing import Any
 
 import torch
 import torchvision
@@ -50,9 +51,11 @@ def load_weights(
     """Load weights of the same architecture; returns the names left out for another shape.
 
     A stem for small images or a head for other classes has another shape than the file's and
-    keeps its fresh weights: say so to the user. Any other difference raises UsageError.
+    keeps its fresh weights: say so to the user. A model with a backbone also takes the weights of
+    the classifier that the backbone is made of. Any other difference raises UsageError.
     """
     own = model.state_dict()
+    state = _for_backbone(own, state)
     missing = [name for name in own if name not in state]
     unexpected = [name for name in state if name not in own]
     if missing or unexpected:
@@ -71,27 +74,70 @@ def load_weights(
     return other_shape
 
 
-def torchvision_model(name: str, num_classes: int) -> torch.nn.Module:
-    """A fresh classification model of torchvision; UsageError with near matches when unknown."""
-    names = torchvision.models.list_models(module=torchvision.models)
+def _for_backbone(
+    own: dict[str, torch.Tensor], state: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """A classifier's weights as those of a model on it, whose head stays fresh; else `state`.
+
+    torchvision's segmentation models name what was features.0 or layer1 backbone.0 or
+    backbone.layer1; a second head (aux_classifier) that this model lacks is left out.
+    """
+    if not any(name.startswith("backbone.") for name in own):
+        return state
+    if any(name.startswith("backbone.") for name in state):
+        return {n: v for n, v in state.items() if n in own or not n.startswith("aux_classifier.")}
+    renamed = {f"backbone.{name.removeprefix('features.')}": v for name, v in state.items()}
+    found = {name: value for name, value in renamed.items() if name in own}
+    heads = {name: value for name, value in own.items() if not name.startswith("backbone.")}
+    return {**found, **heads} if found else state
+
+
+def torchvision_model(
+    name: str, num_classes: int, kind: str = "", **options: Any
+) -> torch.nn.Module:
+    """A fresh model of torchvision, by default for classification.
+
+    Args:
+        kind: of another task: segmentation, detection, video.
+        options: of the model's constructor.
+
+    UsageError with near matches when the name is unknown there.
+    """
+    module = getattr(torchvision.models, kind) if kind else torchvision.models
+    names = torchvision.models.list_models(module=module)
     if name not in names:
-        near = difflib.get_close_matches(name.lower(), names, n=3) or ["resnet18"]
-        raise UsageError(f"--model {name} is not in torchvision; did you mean {', '.join(near)}?")
-    model = torchvision.models.get_model(name, num_classes=num_classes)
+        near = difflib.get_close_matches(name.lower(), names, n=3)
+        near = near or (names if kind else ["resnet18"])
+        of_kind = f"'s {kind} models" if kind else ""
+        raise UsageError(
+            f"--model {name} is not in torchvision{of_kind}; did you mean {', '.join(near)}?"
+        )
+    model = torchvision.models.get_model(name, num_classes=num_classes, **options)
     if getattr(model, "aux_logits", False):
         raise UsageError(f"--model {name} has several outputs in training; choose another")
     return model
 
 
 def read_initial_weights(weights: str, model_name: str) -> dict[str, torch.Tensor]:
-    """The state dict that `--weights` names: a file, or torchvision's default ("default").
+    """The state dict that `--weights` names: a file, or torchvision's own.
+
+    Args:
+        weights: "default" (of the whole model), "backbone" (of the classifier that a segmentation
+            model is built on: resnet50 of fcn_resnet50), or a file.
 
     For the main process (it may download); UsageError when they cannot be had.
     """
-    if weights != "default":
+    if weights not in ("default", "backbone"):
         return read_weights(weights)
+    if weights == "backbone":
+        model_name = model_name.partition("_")[2]
     try:
-        return torchvision.models.get_model_weights(model_name)["DEFAULT"].get_state_dict(
+        found = torchvision.models.get_model_weights(model_name)["DEFAULT"]
+    except (ValueError, KeyError) as error:
+        reason = f"torchvision has no weights of {model_name or 'a backbone of this model'}"
+        raise UsageError(f"--weights {weights}: {reason}; give --weights FILE or none") from error
+    try:
+        return found.get_state_dict(
             map_location="cpu",
             check_hash=True,
             weights_only=True,  # torchvision's own default would execute what a file asks for
@@ -100,8 +146,8 @@ def read_initial_weights(weights: str, model_name: str) -> dict[str, torch.Tenso
         broken = isinstance(error, pickle.UnpicklingError)
         reason = "the file is broken, or would run code to load" if broken else first_line(error)
         raise UsageError(
-            f"--weights default: torchvision's weights of {model_name} cannot be had ({reason}); "
-            "fetch the file on a connected machine and give --weights FILE"
+            f"--weights {weights}: torchvision's weights of {model_name} cannot be had ({reason}); "
+            f"fetch {found.url} on a connected machine and give --weights FILE"
         ) from error
 
 

@@ -6,8 +6,11 @@ finaliser of SplitMix64, Steele et al. 2014); the order of an epoch is a keyed F
 with cycle walking (Black and Rogaway 2002), computed where it is read and never stored.
 """
 
+import random
 from collections.abc import Iterator
+from contextlib import contextmanager
 
+import numpy
 import torch
 from torch.utils.data import Sampler
 
@@ -19,6 +22,7 @@ FEISTEL_ROUNDS = 12
 BLOCK = 1 << 13  # positions computed at once: per window the calls would cost more than the numbers
 
 _MASK = (1 << 64) - 1
+_SAMPLE_STREAM = 0x5A3B
 _GOLDEN, _MULTIPLY_1, _MULTIPLY_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
@@ -71,6 +75,47 @@ def random_uniform(ids: torch.Tensor, *, seed: int, epoch: int, stream: int) -> 
     """A random number in [0, 1) for each sample, in the default dtype (24 random bits)."""
     bits = _shift(hash64(ids, seed, epoch, stream), 40)
     return bits.to(torch.get_default_dtype()) / (1 << 24)
+
+
+class SampleIndex(int):
+    """A sample's index that carries its epoch to where the sample is read.
+
+    A loader's workers live for many epochs and read ahead: nothing else can tell them which epoch
+    an index belongs to. In all else it is an int; a plain one counts as of epoch 0.
+    """
+
+    epoch: int
+
+    def __new__(cls, index: int, epoch: int | None = None):
+        self = super().__new__(cls, index)
+        self.epoch = getattr(index, "epoch", 0) if epoch is None else epoch
+        return self
+
+
+@contextmanager
+def seeded_for_sample(index: int, seed: int) -> Iterator[None]:
+    """Seed the generators of Python's `random`, numpy and torch (its CPU) for one sample.
+
+    So any transform, of torchvision v2 say, draws the same numbers for (seed, epoch, index)
+    whatever worker or process runs it. After it, the generators are as they were.
+
+    Args:
+        index: a SampleIndex; a plain int is of epoch 0.
+    """
+    states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)  # torch.rand draws other numbers in another dtype
+    key = _key(seed, SampleIndex(index).epoch, index, _SAMPLE_STREAM) & _MASK
+    random.seed(key)
+    numpy.random.seed([key >> 32, key & 0xFFFFFFFF])
+    torch.default_generator.manual_seed(key)  # torch.manual_seed would seed GPUs as well
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(dtype)
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
+        torch.set_rng_state(states[2])
 
 
 def digest(ids: torch.Tensor) -> int:
@@ -133,14 +178,25 @@ class MicroBatchSampler(Sampler[list[int]]):
     Update s takes the next `global_batch_size` samples of its epoch, its window; micro-step a on
     rank r takes window[(a * P + r) * m : +m]. The last, incomplete window of an epoch is left out.
     Use as a DataLoader's `batch_sampler`, outside `accelerator.prepare`: it is sharded already.
+
+    carry_epoch: yield SampleIndex instead of int, for data sets that augment where they read.
     """
 
-    def __init__(self, order: SampleOrder, plan: BatchPlan, rank: int, total_steps: int):
+    def __init__(
+        self,
+        order: SampleOrder,
+        plan: BatchPlan,
+        rank: int,
+        total_steps: int,
+        *,
+        carry_epoch: bool = False,
+    ):
         self.steps_per_epoch = steps_per_epoch(order.num_examples, plan.global_batch_size)
         self.order = order
         self.plan = plan
         self.rank = rank
         self.total_steps = total_steps
+        self.carry_epoch = carry_epoch
         self.start_step = 0  # updates already done: set it before iterating, after a resume
 
     def epoch_of(self, step: int) -> int:
@@ -154,9 +210,14 @@ class MicroBatchSampler(Sampler[list[int]]):
         m, processes = self.plan.micro_batch_size, self.plan.num_processes
         for step in range(self.start_step + 1, self.total_steps + 1):
             window = (step - 1) % self.steps_per_epoch * self.plan.global_batch_size
+            epoch = self.epoch_of(step)
             for micro_step in range(self.plan.accumulation):
                 start = window + (micro_step * processes + self.rank) * m
-                yield self.order.ids(self.epoch_of(step), start, start + m).tolist()
+                yield self.indices(self.order.ids(epoch, start, start + m).tolist(), epoch)
+
+    def indices(self, ids: list[int], epoch: int) -> list[int]:
+        """These samples as the data set is asked for them in this epoch."""
+        return [SampleIndex(id_, epoch) for id_ in ids] if self.carry_epoch else ids
 
 
 class ShardSampler(Sampler[int]):

@@ -9,7 +9,7 @@ from utils.files import read_json_lines
 # (file's keys, title, unit on the axis); the first colours of Okabe and Ito's colour-blind set.
 PANELS = (
     (("train/loss", "val/loss"), "loss", "nats per example"),
-    (("val/accuracy",), "validation metric", "share of examples"),
+    (("val/accuracy", "val/miou", "val/pixel_accuracy"), "validation metric", "share"),
     (("train/lr",), "learning rate", "step size"),
     (("perf/examples_per_second",), "throughput", "examples per second"),
 )

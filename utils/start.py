@@ -33,6 +33,7 @@ from utils.order import hash64
 
 CPU_LAUNCH = "accelerate launch --config_file accelerate_configs/cpu_2.yaml SCRIPT"
 GPU_LAUNCH = "accelerate launch --config_file accelerate_configs/multi_gpu.yaml SCRIPT"
+MOST_WORKERS = 8
 # How many processes were started, says torchrun or one of three kinds of MPI.
 WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 ENGINES = {
@@ -119,6 +120,18 @@ def local_world_size() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
+def cores_per_process() -> int:
+    """Cores of this machine for each process of the job; 0 when there are more processes."""
+    has_affinity = hasattr(os, "sched_getaffinity")  # a scheduler may have taken some cores away
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    return cores // local_world_size()
+
+
+def default_workers() -> int:
+    """Loader processes for each process where samples take long to read: its cores, at most 8."""
+    return min(cores_per_process(), MOST_WORKERS)
+
+
 def world_line(accelerator: Accelerator) -> str:
     """One line for the console: processes, device, precision."""
     device, count = accelerator.device, accelerator.num_processes
@@ -164,9 +177,7 @@ def _share_cores() -> None:
     The launchers write OMP_NUM_THREADS=1 for each process: that 1 is nobody's wish. A larger
     number is the user's, or what accelerate took for the number of cores; it is never exceeded.
     """
-    has_affinity = hasattr(os, "sched_getaffinity")  # a scheduler may have taken some cores away
-    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-    share = max(1, cores // local_world_size())
+    share = max(1, cores_per_process())
     threads = torch.get_num_threads()
     launched = any(name in os.environ for name in ("LOCAL_RANK", "ACCELERATE_MIXED_PRECISION"))
     torch.set_num_threads(share if threads == 1 and launched else min(threads, share))

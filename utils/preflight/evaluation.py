@@ -39,7 +39,8 @@ def _count(job: Job) -> int:
     dataset: Any = job.test_loader.dataset
     size, rank = job.plan.num_processes, job.accelerator.process_index
     own = range(rank * len(dataset) // size, (rank + 1) * len(dataset) // size)
-    step = max(1, job.plan.micro_batch_size)
+    batch_size = getattr(job.test_loader.batch_sampler, "batch_size", 1)  # 1: of different sizes
+    step = max(1, min(job.plan.micro_batch_size, batch_size))
     parts = [list(own[start : start + step]) for start in range(0, len(own), step)]
     return sum(int(job.count_valid(read_samples(job.test_loader, part))) for part in parts)
 

@@ -114,8 +114,9 @@ def _other_sample(job: Job, batch: Batch, epoch: int) -> int | None:
     """A sample of this batch whose content is another than when it is read alone, twice alike."""
     loader = job.train_loader
     for row, sample in list(enumerate(batch["id"].tolist()))[:COMPARED]:
+        index = job.sampler.indices([sample], epoch)
         once, again = (
-            loader.transform(to_device(read_samples(loader.loader, [sample]), job.device), epoch)
+            loader.transform(to_device(read_samples(loader.loader, index), job.device), epoch)
             for _ in range(2)
         )
         for key, value in batch.items():

@@ -36,6 +36,7 @@ def _random_facts(job: Job) -> dict[str, Any]:
     source = read_samples(loader.loader, [int(ids[0])] * count)
     again = read_samples(loader.loader, [int(ids[0])] * count)
     varies = any(not torch.equal(source[key], again[key]) for key in source)
+    later = read_samples(loader.loader, job.sampler.indices([int(ids[0])] * count, 1))
 
     def augmented(own: Tensor, epoch: int) -> list[str]:
         """A checksum for each row: the same sample under these ids, as if it were those."""
@@ -54,6 +55,7 @@ def _random_facts(job: Job) -> dict[str, Any]:
         "samples": len(set(first)) > 1,
         "ids": first != augmented(others, 0) or torch.equal(ids, others),
         "epochs": first != augmented(ids, 1),
+        "reading": any(not torch.equal(source[key], later[key]) for key in source),
         "drawn": sorted(name for name in before if before[name] != after[name]),
         "states": before,
         "seeds": getattr(loader.loader.generator, "initial_seed", lambda: None)(),
@@ -91,6 +93,8 @@ def judge_random(everyone: list[dict[str, Any]]) -> Finding:
             "utils/order.py",
         )
     if not facts["samples"] and not facts["epochs"]:
+        if facts["reading"]:
+            return Finding(PASS, "where samples are read: differs between epochs, repeatable")
         return Finding(PASS, "no random augmentation seen")
     if facts["samples"] and not facts["ids"]:
         return Finding(
