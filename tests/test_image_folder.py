@@ -140,19 +140,17 @@ def test_fingerprint_is_of_names_sizes_and_labels(photos, tmp_path):
 
 def write_parquet(photos: Path, folder: Path, label, classes=None) -> str:
     """The images of `photos` as a data set of parquet; label(part, class name, number)."""
-    from datasets import ClassLabel, Dataset, Features, Value
-
-    from datasets import Image as ImageColumn
+    import datasets
 
     for part, split in (("train", "train"), ("val", "validation")):
         files = sorted((photos / part).rglob("*.png"))
         labels = [label(part, file.parent.name, i) for i, file in enumerate(files)]
-        kind = ClassLabel(names=classes) if classes else Value("string")
+        kind = datasets.ClassLabel(names=classes) if classes else datasets.Value("string")
         if not classes and any(isinstance(value, int) for value in labels):
-            kind = Value("int64")
-        features = Features({"image": ImageColumn(), "label": kind})
+            kind = datasets.Value("int64")
+        features = datasets.Features({"image": datasets.Image(), "label": kind})
         cells = [{"bytes": file.read_bytes(), "path": None} for file in files]
-        rows = Dataset.from_dict({"image": cells, "label": labels}, features=features)
+        rows = datasets.Dataset.from_dict({"image": cells, "label": labels}, features=features)
         folder.mkdir(exist_ok=True)
         rows.to_parquet(folder / f"{split}-00000.parquet")
     return str(folder)
@@ -303,38 +301,37 @@ def assert_same(expected: dict, actual: dict, tolerance: float) -> None:
             assert actual["metrics"][step][key] == value, (step, key)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_stopped_and_continued_is_bitwise_the_same(pool, tmp_path, photos, processes):
     """With workers, which read ahead: in the middle of the second epoch of 3 updates."""
-    how = dict(num_workers=2, epochs=3)
+    how = dict(num_workers=2, epochs=2)
     whole = train(pool, processes, tmp_path / "whole", photos, **how)
     stopped = train(pool, processes, tmp_path / "parts", photos, stop_after=4, **how)
     assert stopped["code"] == 75
     continued = train(pool, processes, tmp_path / "parts", photos, **how)
-    assert continued["code"] == 0 and len(continued["metrics"]) == 9
+    assert continued["code"] == 0 and len(continued["metrics"]) == 6
     assert_same(whole, continued, 0.0)
-    assert whole["metrics"][9]["train/loss"] < whole["metrics"][1]["train/loss"]
     description = json.loads((tmp_path / "whole" / "model" / "model.json").read_text())
     assert description["classes"] == ["1", "2", "10"] and description["image_size"] == 16
 
 
 def test_unreadable_images_are_replaced_alike_in_any_layout(pool, tmp_path, broken_photos):
-    how = dict(bad_images="skip", epochs=3)
+    how = dict(bad_images="skip")
     expected = train(pool, 1, tmp_path / "1x12", broken_photos, **how)
-    for processes, micro, workers in ((1, 3, 2), (2, 6, 1), (2, 3, 0)):
+    for processes, micro, workers in ((1, 6, 0), (2, 6, 0), (2, 3, 0)):
         directory = tmp_path / f"{processes}x{micro}"
         changes = how | dict(micro_batch_size=micro, num_workers=workers)
         result = train(pool, processes, directory, broken_photos, **changes)
         assert_same(expected, result, 1e-10)
         assert result["bad"] == expected["bad"]
     assert [line.split(": ")[0] for line in expected["bad"]] == sorted(BROKEN)
-    assert all(words in line for line, words in zip(expected["bad"], ["no image", "truncated"]))
-    assert expected["metrics"][9]["val/num_examples"] == 15
+    assert "no image" in expected["bad"][0] and "truncated" in expected["bad"][1]
+    assert expected["metrics"][6]["val/num_examples"] == 15
 
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_an_unreadable_image_stops_the_run_by_name(pool, tmp_path, broken_photos, processes):
-    how = dict(epochs=4, num_workers=1)
+    how = dict(epochs=4)
     with pytest.raises(
         AssertionError, match=r"ExplainedError: rank \d: unreadable image: \w+/"
     ) as e:
@@ -350,7 +347,7 @@ def test_an_unreadable_image_stops_the_run_by_name(pool, tmp_path, broken_photos
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_verify_data_lists_all_before_training(pool, tmp_path, broken_photos, processes):
-    how = dict(verify_data=True, num_workers=1)
+    how = dict(verify_data=True)
     with pytest.raises(AssertionError, match="UsageError: --verify-data: 3 unreadable images") as e:
         train(pool, processes, tmp_path, broken_photos, **how)
     assert "train/2/torn.jpg: " in str(e.value) and "(rank " in str(e.value)
@@ -401,7 +398,7 @@ def preflight(config: dict, mean_loss: bool) -> dict:
 
 @pytest.mark.parametrize("mean_loss", [False, True])
 def test_preflight(pool, tmp_path, photos, mean_loss):
-    given = recipe(tmp_path, photos, num_workers=1)
+    given = recipe(tmp_path, photos)
     answer = pool.run(2, preflight, given, mean_loss, init=False)[0]
     checks = {check["check"]: check for check in answer["report"]["checks"]}
     failed = [name for name, check in checks.items() if check["result"] == "fail"]
