@@ -243,6 +243,17 @@ def test_any_shape_becomes_a_square(shape):
         assert transform(image).shape == (3, 24, 24)
 
 
+def test_flags_are_those_of_cifar_and_some_more():
+    from train import cifar
+
+    own, common = image_folder.Config.__dataclass_fields__, cifar.Config.__dataclass_fields__
+    assert common.keys() <= own.keys()
+    assert {name: own[name].type for name in common} == {n: f.type for n, f in common.items()}
+    for bad in (dict(num_workers=-2), dict(crop_pct=0.0), dict(crop_scale=1.5)):
+        with pytest.raises(UsageError, match=f"--{list(bad)[0].replace('_', '-')} "):
+            image_folder.main(image_folder.Config(**bad))
+
+
 def test_evaluation_sees_the_middle():
     image = torch.zeros(3, 40, 80, dtype=torch.uint8)
     image[:, 5:35, 25:55] = 200
