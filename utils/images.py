@@ -93,7 +93,7 @@ def _explained(name: str) -> Iterator[None]:
         reason = error.strerror if gone and isinstance(error, OSError) else str(error)
         if isinstance(error, Image.UnidentifiedImageError):
             reason = f"no image, or none of these formats: {', '.join(_formats())}"
-        reason = " ".join(str(reason).split()) or type(error).__name__
+        reason = " ".join(str(reason).split()).rstrip(".") or type(error).__name__
         raise BadImage(f"{name}: {reason}") from error
 
 
