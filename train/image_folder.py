@@ -224,12 +224,10 @@ def main(cfg: Config) -> int:
     def to_input(batch: Batch, epoch: int = 0) -> Batch:
         return {**batch, "image": normalise(batch["image"], IMAGENET_MEAN, IMAGENET_STD)}
 
-    train_loader = WindowLoader(
-        make_loader(train_set, batch_sampler=sampler), device, count_valid, to_input
-    )
-    test_loader = make_loader(
-        test_set, batch_sampler=BatchSampler(shard, plan.micro_batch_size, drop_last=False)
-    )
+    micro_batches = make_loader(train_set, batch_sampler=sampler)
+    train_loader = WindowLoader(micro_batches, device, count_valid, to_input)
+    test_batches = BatchSampler(shard, plan.micro_batch_size, drop_last=False)
+    test_loader = make_loader(test_set, batch_sampler=test_batches)
 
     # ---- Model -------------------------------------------------------------------------------
     build = partial(build_model, cfg.model, len(data.classes), image_size)
@@ -350,11 +348,11 @@ run       {directory}""")
         "data_fingerprint": data.fingerprint,
     }
 
-    def evaluate_now() -> dict[str, float]:
-        """Evaluate, log and draw; {} when a signal came in its middle."""
+    def evaluate_now() -> float | None:
+        """Evaluate, log and draw; the score, or None when a signal came in its middle."""
         metrics = evaluate(plain_model, guard.batches(test_loader), to_input, device)
         if guard.agree_to_stop():
-            return {}
+            return None
         bad_images.write()
         peak = max(gather_objects(peak_memory_bytes(device)))
         run.log(step, {**metrics, "perf/peak_memory_bytes": peak})
@@ -362,14 +360,14 @@ run       {directory}""")
         say(f"epoch {step / epoch_steps:.1f}  val loss {loss:.4f}  accuracy {accuracy:.4f}")
         if not cfg.eval_only:
             plot_curves(directory)
-        return metrics
+        return accuracy  # higher is better: the best checkpoint stays
 
     run = Run(directory, {**asdict(cfg), **derived}, tracker, step, read_only=cfg.eval_only)
     memory = explain_out_of_memory(plan, bn_group if bn_plan.num_layers else 0, directory)
     with guard.watching(run.report), run, memory:
         if cfg.eval_only:
-            return FINISHED if evaluate_now() else PREEMPTED
-        if evaluation_due and not evaluate_now():
+            return PREEMPTED if evaluate_now() is None else FINISHED
+        if evaluation_due and evaluate_now() is None:
             run.end("preempted", guard.reason)
             return PREEMPTED
         progress = Progress(total_steps, step)
@@ -397,10 +395,10 @@ run       {directory}""")
                 )
             progress.update(step, f"loss {totals.loss:.4f}  {speed.examples_per_second:.0f} ex/s")
             evaluation_due = step % (cfg.eval_every or epoch_steps) == 0 or last
-            accuracy = None
+            score = None
             if evaluation_due and not guard.stopping:
-                accuracy = evaluate_now().get("val/accuracy")
-                evaluation_due = accuracy is None
+                score = evaluate_now()
+                evaluation_due = score is None
                 stop |= guard.stopping
             if step % cfg.save_every == 0 or last or stop:
                 bad_images.write()
@@ -414,7 +412,7 @@ run       {directory}""")
                     extra={"digest": digest, "skipped": skipped, "evaluation_due": evaluation_due},
                     manifest={"recipe": recipe, **derived},
                     keep=cfg.keep_checkpoints,
-                    score=accuracy,
+                    score=score,
                 )
                 run.log(step, {"perf/checkpoint_seconds": seconds})
             if stop:

@@ -228,9 +228,8 @@ def main(cfg: Config) -> int:
         workers=num_workers,
         pin=device.type == "cuda",
     )
-    train_loader = WindowLoader(
-        make_loader(train_set, batch_sampler=sampler), device, count_valid, to_input
-    )
+    micro_batches = make_loader(train_set, batch_sampler=sampler)
+    train_loader = WindowLoader(micro_batches, device, count_valid, to_input)
     test_loader = make_loader(test_set, batch_sampler=BatchSampler(shard, 1, False))  # of any size
 
     # ---- Model -------------------------------------------------------------------------------
@@ -352,25 +351,25 @@ run       {directory}""")
         "data_fingerprint": data.fingerprint,
     }
 
-    def evaluate_now() -> dict[str, float]:
-        """Evaluate, log and draw; {} when a signal came in its middle."""
+    def evaluate_now() -> float | None:
+        """Evaluate, log and draw; the score, or None when a signal came in its middle."""
         metrics = evaluate(plain_model, guard.batches(test_loader), to_input, device, classes)
         if guard.agree_to_stop():
-            return {}
+            return None
         peak = max(gather_objects(peak_memory_bytes(device)))
         run.log(step, {**metrics, "perf/peak_memory_bytes": peak})
         miou, present = metrics["val/miou"], f"{metrics['val/classes_present']} classes present"
         say(f"epoch {step / epoch_steps:.1f}  val mIoU {miou:.4f}, {present}")
         if not cfg.eval_only:
             plot_curves(directory)
-        return metrics
+        return miou  # higher is better: the best checkpoint stays
 
     run = Run(directory, {**asdict(cfg), **derived}, tracker, step, read_only=cfg.eval_only)
     memory = explain_out_of_memory(plan, bn_group if bn_plan.num_layers else 0, directory)
     with guard.watching(run.report), run, memory:
         if cfg.eval_only:
-            return FINISHED if evaluate_now() else PREEMPTED
-        if evaluation_due and not evaluate_now():
+            return PREEMPTED if evaluate_now() is None else FINISHED
+        if evaluation_due and evaluate_now() is None:
             run.end("preempted", guard.reason)
             return PREEMPTED
         progress = Progress(total_steps, step)
@@ -398,10 +397,10 @@ run       {directory}""")
                 )
             progress.update(step, f"loss {totals.loss:.4f}  {speed.examples_per_second:.0f} ex/s")
             evaluation_due = step % (cfg.eval_every or epoch_steps) == 0 or last
-            miou = None
+            score = None
             if evaluation_due and not guard.stopping:
-                miou = evaluate_now().get("val/miou")
-                evaluation_due = miou is None
+                score = evaluate_now()
+                evaluation_due = score is None
                 stop |= guard.stopping
             if step % cfg.save_every == 0 or last or stop:
                 run.flush()  # the metrics are on disk before the checkpoint of the same update
@@ -414,7 +413,7 @@ run       {directory}""")
                     extra={"digest": digest, "skipped": skipped, "evaluation_due": evaluation_due},
                     manifest={"recipe": recipe, **derived},
                     keep=cfg.keep_checkpoints,
-                    score=miou,
+                    score=score,
                 )
                 run.log(step, {"perf/checkpoint_seconds": seconds})
             if stop:
