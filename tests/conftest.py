@@ -1,6 +1,8 @@
 import os
 from pathlib import Path
 
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin starve other processes
+
 import pytest
 
 from tests.pool import WorkerPool
