@@ -38,6 +38,8 @@ def _serve(connection) -> None:
     import torch
     import torch.distributed as dist
 
+    if "fork" in multiprocessing.get_all_start_methods():  # not this process's own, for loaders
+        multiprocessing.set_start_method("fork", force=True)
     clean_environment = dict(os.environ)
     while True:
         try:

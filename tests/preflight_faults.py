@@ -477,6 +477,14 @@ FAULTS += [
         ],
     ),
     Fault(
+        "threads times ranks over the cores",
+        "speed",
+        "OMP_NUM_THREADS",
+        [after(PREPARED, "torch.set_num_threads(3 * torch.get_num_threads() + 1)")],
+        setup="patch('os.sched_getaffinity', lambda pid: {0, 1})",
+        results=("warn",),
+    ),
+    Fault(
         "data-bound",
         "speed",
         "num-workers",
@@ -489,14 +497,6 @@ FAULTS += [
         ],
         config={"epochs": 1},
         setup="patch('utils.preflight.speed.WAIT_SHARE', 0.1)",  # whatever else the machine does
-        results=("warn",),
-    ),
-    Fault(
-        "threads times ranks over the cores",
-        "speed",
-        "OMP_NUM_THREADS",
-        [after(PREPARED, "torch.set_num_threads(3 * torch.get_num_threads() + 1)")],
-        setup="patch('os.sched_getaffinity', lambda pid: {0, 1})",
         results=("warn",),
     ),
     # checkpoint

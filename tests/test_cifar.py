@@ -1,6 +1,7 @@
 """train/cifar.py as a user runs it: resume, evaluation, export, bad input, flags."""
 
 import json
+import multiprocessing
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import torchvision
 from safetensors.torch import load_file
 
 from tests.conftest import REPOSITORY
-from tests.scripts import run_cifar, small_cifar, small_data
+from tests.scripts import assert_same_weights, run_cifar, small_cifar, small_data
 from train import cifar
 from utils.errors import UsageError
 
@@ -42,13 +43,29 @@ def test_stopped_and_continued_is_bitwise_the_same(pool, tmp_path, processes, st
     assert stopped["status"]["state"] == "preempted" and stopped["status"]["step"] == stop_after
     continued = train(pool, processes, tmp_path / "parts", **changes)
     assert continued["code"] == 0 and continued["status"]["state"] == "finished"
-    for kind in ("model", "momentum"):
-        for name, value in whole[kind].items():
-            assert torch.equal(value, continued[kind][name]), name
+    assert_same_weights(whole, continued)
     assert whole["metrics"].keys() == continued["metrics"].keys() == set(range(1, 9))
     for step, values in whole["metrics"].items():
         for key in (key for key in values if not key.startswith("perf/")):
             assert continued["metrics"][step][key] == values[key], (step, key)
+
+
+def with_spawned_workers(given: dict, data) -> dict:
+    before = multiprocessing.get_start_method()
+    multiprocessing.set_start_method("spawn", force=True)
+    try:
+        return run_cifar(given | {"num_workers": 1}, data)
+    finally:
+        multiprocessing.set_start_method(before, force=True)
+
+
+@pytest.mark.slow
+def test_loader_workers_that_are_spawned(pool, tmp_path):
+    """As on Windows and macOS: they are given pickles of what they need."""
+    forked = train(pool, 1, tmp_path / "forked", num_workers=1)
+    given = config(tmp_path / "spawned")
+    spawned = pool.run(1, with_spawned_workers, given, small_data(**SMALL), init=False)[0]
+    assert_same_weights(forked, spawned)
 
 
 def test_finished_run_resumed_does_nothing(pool, tmp_path):
@@ -173,7 +190,7 @@ def out_of_memory(given: dict, data) -> None:
 
 def test_out_of_memory_names_the_flag(pool, tmp_path):
     given = config(tmp_path, bn_group=4)
-    with pytest.raises(AssertionError, match="ExplainedError: .*--micro-batch-size 8 "):
+    with pytest.raises(AssertionError, match="OutOfMemory: .*--micro-batch-size 8 "):
         pool.run(1, out_of_memory, given, small_data(**SMALL), init=False)
     assert json.loads((tmp_path / "status.json").read_text())["state"] == "failed"
 

@@ -236,7 +236,14 @@ def test_this_process_keeps_its_environment_and_works_without_the_hub_after(fake
     check(hub.open_dataset(NAME))
 
 
-@pytest.mark.parametrize("damage", ["truncated", "short", "missing", "no facts", "raw"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "truncated",
+        "raw",
+        *(pytest.param(d, marks=pytest.mark.slow) for d in ("short", "missing", "no facts")),
+    ],
+)
 def test_a_damaged_cache_is_downloaded_again(fake_hub, home, damage, capfd):
     check(hub.open_dataset(NAME))
     fake_hub.requests.clear()

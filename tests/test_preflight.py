@@ -135,6 +135,7 @@ def test_no_false_alarm(pool, tmp_path, case):
     assert len(answer["report"]["ranks"]) == case.processes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [pytest.param(fault, id=fault.name) for fault in HANGS])
 def test_a_hang_is_reported_and_the_job_ended(pool, tmp_path, fault):
     with pytest.raises(AssertionError, match="the worker process died"):

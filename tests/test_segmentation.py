@@ -133,7 +133,7 @@ slow = pytest.mark.slow
 LAYOUTS = [
     pytest.param(2, 2, 1, 4),
     pytest.param(4, 1, 1, 4),
-    pytest.param(1, 1, 4, 1),
+    pytest.param(1, 1, 4, 1, marks=slow),
     pytest.param(2, 2, 1, 1, marks=slow),
     pytest.param(4, 1, 1, 1, marks=slow),
     pytest.param(1, 2, 2, 2, marks=slow),

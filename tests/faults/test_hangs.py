@@ -47,9 +47,8 @@ def test_a_rank_that_leaves_the_loop_early(tmp_path):
     assert_reported(job, 1, "update 3, reduce counts")  # its last mark; rank 0 is further
 
 
-@pytest.mark.parametrize(
-    "where", ["", pytest.param("1:evaluation", marks=pytest.mark.slow)], ids=["all", "one rank"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["", "1:evaluation"], ids=["all", "one rank"])
 def test_slow_but_alive_is_no_hang(tmp_path, where):
     """First compile, evaluation and save each last twice the timeout."""
     timeout = 1.5
