@@ -312,10 +312,10 @@ def assert_same(expected: dict, actual: dict, tolerance: float) -> None:
             assert actual["metrics"][step][key] == value, (step, key)
 
 
-@pytest.mark.parametrize(
-    ("processes", "workers"),
-    [(1, 0), *(pytest.param(n, 2, marks=pytest.mark.slow) for n in (1, 2))],  # workers read ahead
-)
+SLOW_RESUMES = [pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 0), (2, 2))]
+
+
+@pytest.mark.parametrize(("processes", "workers"), [(1, 2), *SLOW_RESUMES])  # workers read ahead
 def test_stopped_and_continued_is_bitwise_the_same(pool, tmp_path, photos, processes, workers):
     """In the middle of the second epoch of 3 updates."""
     how = dict(num_workers=workers)

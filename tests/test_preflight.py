@@ -40,7 +40,7 @@ def cases(faults: list[Fault], fast: int) -> list:
     return parameters
 
 
-@pytest.mark.parametrize("fault", cases(FAULTS, fast=2))
+@pytest.mark.parametrize("fault", cases(FAULTS, fast=1))
 def test_fault_is_caught_by_its_check_alone(pool, tmp_path, fault):
     answer = pool.run(fault.processes, run_preflight, fault, str(tmp_path), init=False)[0]
     assert answer["report"] is not None, answer
@@ -124,7 +124,7 @@ CLEAN = [
 ]
 
 
-@pytest.mark.parametrize("case", cases(CLEAN, fast=6))
+@pytest.mark.parametrize("case", cases(CLEAN, fast=4))
 def test_no_false_alarm(pool, tmp_path, case):
     answer = pool.run(case.processes, run_preflight, case, str(tmp_path), init=False)[0]
     assert answer["report"] is not None, answer
