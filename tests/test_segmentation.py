@@ -15,7 +15,7 @@ from PIL import Image
 from torchvision import tv_tensors
 from torchvision.models import get_model
 
-from tests.scripts import read_run, relative_difference
+from tests.scripts import read_run
 from train import segmentation
 from utils.errors import ExplainedError, UsageError
 from utils.image_loading import collate
@@ -595,14 +595,28 @@ def test_bad_input_is_refused_and_leaves_nothing(pool, trained, tmp_path, change
     assert list(tmp_path.iterdir()) == []
 
 
+def run_without_dropout(given: dict) -> dict:
+    """Its numbers are the one thing that another layout changes."""
+    forward, torch.nn.Dropout.forward = torch.nn.Dropout.forward, lambda self, x: x
+    try:
+        return run(given)
+    finally:
+        torch.nn.Dropout.forward = forward
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["deeplabv3_mobilenet_v3_large", "fcn_resnet50"])
 def test_models_with_a_second_head_train_on_two_processes(pool, trained, tmp_path, name):
     changes = dict(model=name, max_steps=2, crop_size=48)
     one, two = (
-        train(pool, processes, trained[0], tmp_path / str(processes), **changes)
+        pool.run(
+            processes,
+            run_without_dropout,
+            config(trained[0], tmp_path / str(processes), **changes),
+            init=False,
+        )[0]
         for processes in (1, 2)
     )
-    for key, value in one["model"].items():
-        assert relative_difference(value, two["model"][key]) < 1e-8, key
+    assert two["config"]["world_size"] == 2
+    assert_same(one["model"], two["model"])
     assert any(key.startswith("aux_classifier.") for key in two["model"])
