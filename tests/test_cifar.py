@@ -65,6 +65,7 @@ def test_loader_workers_that_are_spawned(pool, tmp_path):
     forked = train(pool, 1, tmp_path / "forked", num_workers=1)
     given = config(tmp_path / "spawned")
     spawned = pool.run(1, with_spawned_workers, given, small_data(**SMALL), init=False)[0]
+    assert spawned["config"]["world_size"] == 1
     assert_same_weights(forked, spawned)
 
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from utils import hub
 from utils.errors import UsageError
+from utils.image_sets import natural_key
 from utils.masks import IGNORED, MaskClasses, MaskedSplit
 
 if TYPE_CHECKING:
@@ -136,18 +136,13 @@ def _from_folder(folder: Path) -> dict[str, tuple[list[tuple[Path, Path]], None]
 def _by_stem(folder: Path) -> dict[str, Path]:
     """Files by their path in `folder` without suffix; hidden ones left out."""
     found: dict[str, Path] = {}
-    for path in sorted(folder.rglob("*"), key=lambda path: _natural(path.as_posix())):
+    for path in sorted(folder.rglob("*"), key=lambda path: natural_key(path.as_posix())):
         if path.is_file() and not path.name.startswith("."):
             stem = path.relative_to(folder).with_suffix("").as_posix()
             if stem in found:
                 raise UsageError(f"{found[stem]} and {path} have the same name; remove one")
             found[stem] = path
     return found
-
-
-def _natural(name: str) -> list[str | tuple[int, str]]:
-    """A key by which 2 comes before 10, on any machine."""
-    return [(int(part), part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
 def _from_dataset(dataset: str) -> dict[str, tuple[datasets.Dataset, tuple[str, str]]]:
