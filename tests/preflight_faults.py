@@ -55,7 +55,7 @@ OPENED = """accelerator = open_accelerator(
 OWN = "import accelerate\n    accelerator = accelerate.Accelerator({})"
 LOGITS = '    logits = model(batch["image"])'
 SCALED = "accelerator.backward(loss * window.scale)"
-NUMBERS = 'batch["image"], batch["id"], **numbers'
+IDS = "(images, ids, seed"
 SHARD = "ShardSampler(len(test_set), num_processes, accelerator.process_index)"
 EVALUATE = "    evaluate_all = partial(evaluate, plain_model, test_loader, to_input, device)"
 TWO_MICRO_STEPS = {"micro_batch_size": 4}
@@ -128,7 +128,7 @@ FAULTS = [
         "content",
         [
             after(
-                "    test_set = Tensors(image=data.test.images, label=data.test.labels)",
+                "    test_set = Tensors(store, image=data.test.images, label=data.test.labels)",
                 "data.train.images.bitwise_xor_(accelerator.process_index)",
             )
         ],
@@ -139,7 +139,7 @@ FAULTS = [
         "classes",
         [
             after(
-                "    test_set = Tensors(image=data.test.images, label=data.test.labels)",
+                "    test_set = Tensors(store, image=data.test.images, label=data.test.labels)",
                 "data.train.labels[3] = len(data.classes)",
             )
         ],
@@ -150,15 +150,15 @@ FAULTS = [
         "numbers by position in the batch",
         "random",
         "id",
-        [(NUMBERS, 'batch["image"], torch.arange(len(batch["id"])), **numbers')],
+        [(IDS, "(images, torch.arange(len(ids)), seed")],
     ),
-    Fault("numbers without the epoch", "random", "epoch", [('"epoch": epoch}', '"epoch": 0}')]),
+    Fault("numbers without the epoch", "random", "epoch", [("epoch=epoch", "epoch=0")]),
     Fault(
         "generator with one seed on all ranks",
         "random",
         "seed",
         [
-            (NUMBERS, 'batch["image"], torch.randint(10**9, (len(batch["id"]),)), **numbers'),
+            (IDS, "(images, torch.randint(10**9, (len(ids),)), seed"),
             ("    seed_dropout(cfg.seed, accelerator.process_index)", "    torch.manual_seed(0)"),
         ],
     ),
@@ -166,7 +166,7 @@ FAULTS = [
         "generator of each rank",
         "random",
         "repeat",
-        [(NUMBERS, 'batch["image"], torch.randint(10**9, (len(batch["id"]),)), **numbers')],
+        [(IDS, "(images, torch.randint(10**9, (len(ids),)), seed")],
         results=("warn",),
     ),
     # model

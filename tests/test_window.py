@@ -194,6 +194,45 @@ def test_a_resume_hands_out_the_same_windows():
     assert [w.digest for w in again] == [w.digest for w in resumed]
 
 
+class CountedPixels(Pixels):
+    asked = 0
+
+    def __getitem__(self, index):
+        self.asked += 1
+        return super().__getitem__(index)
+
+
+class Busy:
+    """An accelerator's event that has not been reached."""
+
+    def __init__(self, device):
+        self.recorded = False
+
+    def record(self):
+        self.recorded = True
+
+    def query(self):
+        assert self.recorded
+        return False
+
+
+def test_the_next_window_is_fetched_while_the_accelerator_computes(monkeypatch):
+    expected = windows_only(0)
+    plan = plan_batches(GLOBAL, 2, 2)
+    sampler = MicroBatchSampler(SampleOrder(SAMPLES, SEED), plan, 0, TOTAL)
+    pixels = CountedPixels()
+    monkeypatch.setattr("utils.window.to_device", lambda batch, device: batch)
+    monkeypatch.setattr(torch, "Event", Busy)
+    loader = DataLoader(pixels, batch_sampler=sampler)
+    loader = WindowLoader(loader, torch.device("cuda"), count_valid, lambda batch, epoch: batch)
+    a_window = plan.micro_batch_size * plan.accumulation
+    for window, same in zip(loader, expected, strict=True):
+        assert pixels.asked == window.step * a_window
+        assert window.digest == same.digest
+        window.reduce(torch.tensor(1.0), torch.tensor(1.0))
+        assert pixels.asked == min(window.step + 1, TOTAL) * a_window
+
+
 DIGESTS = [2**64 - 1, 2**64 - 2**32 + 5, 2**63 + 12345, 0x0123456789ABCDEF]
 
 

@@ -13,12 +13,12 @@ import sys
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 import tyro
-from torch.utils.data import BatchSampler, DataLoader, Dataset
+from torch.utils.data import BatchSampler
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root: utils/ needs no install
@@ -30,14 +30,14 @@ from utils.console import Progress, say
 from utils.distributed import gather_objects, on_main_process
 from utils.errors import FINISHED, PREEMPTED, UsageError, check_flags, exit_with
 from utils.export import export_model
-from utils.guard import Guard, ignore_signals, stopped_before_restart
+from utils.guard import Guard, stopped_before_restart
 from utils.metrics import Speed, Sums, peak_memory_bytes
-from utils.models import check_forward, load_weights, read_initial_weights, torchvision_model
+from utils.models import check_forward, load_initial_weights, torchvision_model
 from utils.order import MicroBatchSampler, SampleOrder, ShardSampler, steps_per_epoch
 from utils.plan import explain_out_of_memory, plan_batches
 from utils.plots import plot_curves
 from utils.rundir import choose_directory, continue_command
-from utils.small_images import load_small_images
+from utils.small_images import ImageData, TensorLoader, Tensors, load_small_images, storage_device
 from utils.start import open_accelerator, seed_dropout, world_line
 from utils.trackers import check_tracker
 from utils.tracking import Run, is_finished
@@ -90,23 +90,16 @@ class Config:
 # ---- Data ------------------------------------------------------------------------------------
 
 
-class Tensors(Dataset):
-    """A split in memory, by name (N, ...), read a whole micro-batch at a time."""
-
-    def __init__(self, **tensors: torch.Tensor):
-        self.tensors = tensors
-
-    def __len__(self) -> int:
-        return len(next(iter(self.tensors.values())))
-
-    def __getitems__(self, ids: list[int]) -> Batch:
-        index = torch.tensor(ids, dtype=torch.int64)
-        return {name: values[index] for name, values in self.tensors.items()} | {"id": index}
+def to_input(data: ImageData, batch: Batch) -> Batch:
+    """Normalised images (B, C, H, W)."""
+    return {**batch, "image": normalise(batch["image"], data.mean, data.std)}
 
 
-def as_it_is(batch: Any) -> Any:
-    """The collate function of a data set that hands out whole batches."""
-    return batch
+def augment(data: ImageData, seed: int, batch: Batch, epoch: int) -> Batch:
+    """The whole batch cropped and mirrored at random, where it is: on the accelerator if any."""
+    images, ids, padding = batch["image"], batch["id"], batch["image"].shape[-1] // 8
+    images = random_crop_flip(images, ids, seed=seed, epoch=epoch, padding=padding, flip=data.flip)
+    return to_input(data, {**batch, "image": images})
 
 
 # ---- Model -----------------------------------------------------------------------------------
@@ -200,8 +193,9 @@ def main(cfg: Config) -> int:
     data = on_main_process(
         lambda: load_small_images(cfg.dataset, cfg.subset, on_accelerator=device.type != "cpu")
     )
-    train_set = Tensors(image=data.train.images, label=data.train.labels)
-    test_set = Tensors(image=data.test.images, label=data.test.labels)
+    store = storage_device(data, device, cfg.num_workers)  # on the accelerator, where they fit
+    train_set = Tensors(store, image=data.train.images, label=data.train.labels)
+    test_set = Tensors(store, image=data.test.images, label=data.test.labels)
     image_size = data.train.images.shape[-1]
     epoch_steps = steps_per_epoch(len(train_set), cfg.global_batch_size)
     total_steps = min(cfg.epochs * epoch_steps, cfg.max_steps or sys.maxsize)
@@ -209,28 +203,11 @@ def main(cfg: Config) -> int:
     sampler = MicroBatchSampler(order, plan, accelerator.process_index, total_steps)
     shard = ShardSampler(len(test_set), num_processes, accelerator.process_index)
     # Both are sharded already: they stay outside `prepare`, which would shard them again.
-    make_loader = partial(
-        DataLoader,
-        collate_fn=as_it_is,
-        num_workers=cfg.num_workers,
-        worker_init_fn=ignore_signals,  # they end with this process
-        persistent_workers=cfg.num_workers > 0,
-        pin_memory=device.type == "cuda",
-        generator=torch.Generator(),  # its own: each iteration would draw from the global one
-    )
-
-    def to_input(batch: Batch) -> Batch:
-        return {**batch, "image": normalise(batch["image"], data.mean, data.std)}
-
-    def augment(batch: Batch, epoch: int) -> Batch:
-        numbers = {"seed": cfg.seed, "epoch": epoch}  # with the ids: the same in any layout
-        images = random_crop_flip(
-            batch["image"], batch["id"], **numbers, padding=image_size // 8, flip=data.flip
-        )
-        return to_input({**batch, "image": images})
-
+    make_loader = partial(TensorLoader, num_workers=cfg.num_workers, pin=device.type == "cuda")
     micro_batches = make_loader(train_set, batch_sampler=sampler)
-    train_loader = WindowLoader(micro_batches, device, count_valid, augment)
+    train_loader = WindowLoader(
+        micro_batches, device, count_valid, partial(augment, data, cfg.seed)
+    )
     test_batches = BatchSampler(shard, plan.micro_batch_size, drop_last=False)
     test_loader = make_loader(test_set, batch_sampler=test_batches)
 
@@ -238,14 +215,11 @@ def main(cfg: Config) -> int:
     build = partial(build_model, cfg.model, len(data.classes), image_size)
     torch.manual_seed(cfg.seed)  # the same weights on every process
     model = build()
-    if cfg.weights != "none":
-        state = on_main_process(lambda: read_initial_weights(cfg.weights, cfg.model))
-        other_shape = load_weights(model, state, cfg.weights)
-        say(f"weights   from {cfg.weights}; of another shape, kept fresh: {other_shape or 'none'}")
+    load_initial_weights(model, cfg.weights, cfg.model)
     model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     # Before the optimizer and `prepare`: groups of examples share statistics, on any layout.
     bn_plan = convert_batchnorm(model, bn_group, plan.micro_batch_size)
-    example = to_input({"image": data.test.images[:1]})["image"]
+    example = to_input(data, {"image": data.test.images[:1]})["image"]
     bn_plan.check_values_per_channel(lambda: check_forward(model, example, cfg.model))
     num_parameters = sum(p.numel() for p in model.parameters())
     built = preflight.fingerprint(model)  # `prepare` makes rank 0's weights everybody's
@@ -263,6 +237,7 @@ def main(cfg: Config) -> int:
         lr=lr_used,
         momentum=cfg.momentum,
         nesterov=cfg.momentum > 0,
+        fused=True,  # one kernel for all parameters
     )
 
     def learning_rate(step: int) -> float:
@@ -296,12 +271,10 @@ def main(cfg: Config) -> int:
                     # The update's one host read. Not finite: all stop here, or leave it out.
                     totals = window.reduce(torch.stack(losses), grad_norm, guard.stop_requested)
                     totals = guard.check(window, totals, accelerator.scaler)
-                    if not totals.skipped:
-                        optimizer.step()
-                        totals = totals._replace(skipped=accelerator.optimizer_step_was_skipped)
                     if totals.skipped:
                         bn_plan.discard_statistics()
                     else:
+                        optimizer.step()
                         bn_plan.update_running_statistics()
                 optimizer.zero_grad()
         return totals
@@ -335,7 +308,7 @@ run       {directory}""")
         return FINISHED
     job = preflight.Job(accelerator, model, optimizer, bn_plan, directory, asdict(cfg), built)
     job.set_data(train_loader, test_loader, num_classes=len(data.classes))
-    evaluate_all = partial(evaluate, plain_model, test_loader, to_input, device)
+    evaluate_all = partial(evaluate, plain_model, test_loader, partial(to_input, data), device)
     job.set_functions(update, train_loss, learning_rate, evaluate_all)
     if cfg.preflight:
         return preflight.check_all(job)
@@ -355,7 +328,7 @@ run       {directory}""")
 
     def evaluate_now() -> float | None:
         """Evaluate, log and draw; the score, or None when a signal came in its middle."""
-        metrics = evaluate(plain_model, guard.batches(test_loader), to_input, device)
+        metrics = evaluate(plain_model, guard.batches(test_loader), partial(to_input, data), device)
         if guard.agree_to_stop():
             return None
         peak = max(gather_objects(peak_memory_bytes(device)))

@@ -34,7 +34,7 @@ from utils.guard import Guard, stopped_before_restart
 from utils.image_loading import BadImages, ImageDataset, ImageLoader, verify_images
 from utils.image_sets import open_image_sets
 from utils.metrics import Speed, Sums, peak_memory_bytes
-from utils.models import check_forward, load_weights, read_initial_weights, torchvision_model
+from utils.models import check_forward, load_initial_weights, torchvision_model
 from utils.order import MicroBatchSampler, SampleOrder, ShardSampler, steps_per_epoch
 from utils.plan import explain_out_of_memory, plan_batches
 from utils.plots import plot_curves
@@ -233,10 +233,7 @@ def main(cfg: Config) -> int:
     build = partial(build_model, cfg.model, len(data.classes), image_size)
     torch.manual_seed(cfg.seed)  # the same weights on every process
     model = build()
-    if cfg.weights != "none":
-        state = on_main_process(lambda: read_initial_weights(cfg.weights, cfg.model))
-        other_shape = load_weights(model, state, cfg.weights)
-        say(f"weights   from {cfg.weights}; of another shape, kept fresh: {other_shape or 'none'}")
+    load_initial_weights(model, cfg.weights, cfg.model)
     model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     # Before the optimizer and `prepare`: groups of examples share statistics, on any layout.
     bn_plan = convert_batchnorm(model, bn_group, plan.micro_batch_size)
@@ -258,6 +255,7 @@ def main(cfg: Config) -> int:
         lr=lr_used,
         momentum=cfg.momentum,
         nesterov=cfg.momentum > 0,
+        fused=True,  # one kernel for all parameters
     )
 
     def learning_rate(step: int) -> float:
@@ -291,12 +289,10 @@ def main(cfg: Config) -> int:
                     # The update's one host read. Not finite: all stop here, or leave it out.
                     totals = window.reduce(torch.stack(losses), grad_norm, guard.stop_requested)
                     totals = guard.check(window, totals, accelerator.scaler)
-                    if not totals.skipped:
-                        optimizer.step()
-                        totals = totals._replace(skipped=accelerator.optimizer_step_was_skipped)
                     if totals.skipped:
                         bn_plan.discard_statistics()
                     else:
+                        optimizer.step()
                         bn_plan.update_running_statistics()
                 optimizer.zero_grad()
         return totals

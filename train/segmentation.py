@@ -36,7 +36,7 @@ from utils.image_loading import BadImages, ImageLoader
 from utils.mask_sets import find_masked_images
 from utils.masks import IGNORED, MASK_REMEDY, verify_masks
 from utils.metrics import ConfusionMatrix, Speed, Sums, intersection_over_union, peak_memory_bytes
-from utils.models import check_forward, load_weights, read_initial_weights, torchvision_model
+from utils.models import check_forward, load_initial_weights, torchvision_model
 from utils.order import MicroBatchSampler, SampleOrder, ShardSampler, steps_per_epoch
 from utils.plan import explain_out_of_memory, plan_batches
 from utils.plots import plot_curves
@@ -236,10 +236,7 @@ def main(cfg: Config) -> int:
     build = partial(build_model, cfg.model, len(classes), cfg.auxiliary_weight > 0)
     torch.manual_seed(cfg.seed)  # the same weights on every process
     model = build()
-    if cfg.weights != "none":
-        state = on_main_process(lambda: read_initial_weights(cfg.weights, cfg.model))
-        other_shape = load_weights(model, state, cfg.weights)
-        say(f"weights   from {cfg.weights}; of another shape, kept fresh: {other_shape or 'none'}")
+    load_initial_weights(model, cfg.weights, cfg.model)
     model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     # Before the optimizer and `prepare`: groups of examples share statistics, on any layout.
     bn_plan = convert_batchnorm(model, bn_group, plan.micro_batch_size)
@@ -261,6 +258,7 @@ def main(cfg: Config) -> int:
         lr=lr_used,
         momentum=cfg.momentum,
         nesterov=cfg.momentum > 0,
+        fused=True,  # one kernel for all parameters
     )
 
     def learning_rate(step: int) -> float:
@@ -294,12 +292,10 @@ def main(cfg: Config) -> int:
                     # The update's one host read. Not finite: all stop here, or leave it out.
                     totals = window.reduce(torch.stack(losses), grad_norm, guard.stop_requested)
                     totals = guard.check(window, totals, accelerator.scaler)
-                    if not totals.skipped:
-                        optimizer.step()
-                        totals = totals._replace(skipped=accelerator.optimizer_step_was_skipped)
                     if totals.skipped:
                         bn_plan.discard_statistics()
                     else:
+                        optimizer.step()
                         bn_plan.update_running_statistics()
                 optimizer.zero_grad()
         return totals

@@ -11,7 +11,14 @@ IMAGENET_MEAN, IMAGENET_STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 
 
 def random_crop_flip(
-    images: torch.Tensor, ids: torch.Tensor, *, seed: int, epoch: int, padding: int, flip: bool
+    images: torch.Tensor,
+    ids: torch.Tensor,
+    *,
+    seed: int,
+    epoch: int,
+    padding: int,
+    flip: bool,
+    alternate: bool = False,
 ) -> torch.Tensor:
     """Crop at random after reflecting `padding` pixels at the borders; mirror half of the images.
 
@@ -21,6 +28,8 @@ def random_crop_flip(
     Args:
         images: (B, C, H, W), any dtype; `padding` must be less than H and W.
         ids: (B,) int64 sample indices.
+        alternate: mirror at random in epoch 0 only, then each image in every second epoch (Jordan
+            2024, arXiv 2404.00498: both views are seen equally often).
 
     Returns the cropped images (B, C, H, W), channels_last in memory.
     """
@@ -30,7 +39,11 @@ def random_crop_flip(
     left = draw(2 * padding + 1, stream=1)[:, None] - padding
     columns = torch.arange(width, device=images.device).expand(len(ids), -1)  # (B, W)
     if flip:
-        columns = torch.where(draw(2, stream=2)[:, None] == 1, width - 1 - columns, columns)
+        mirrored = draw(2, stream=2) == 1
+        if alternate:
+            first = random_integers(ids, 2, seed=seed, epoch=0, stream=2)
+            mirrored = (first + epoch) % 2 == 1
+        columns = torch.where(mirrored[:, None], width - 1 - columns, columns)
     rows = _reflect(top + torch.arange(height, device=images.device), height)  # (B, H)
     columns = _reflect(left + columns, width)
     sample = torch.arange(len(ids), device=images.device)[:, None, None]
@@ -47,6 +60,25 @@ def normalise(images: torch.Tensor, mean: list[float], std: list[float]) -> torc
     scale = images.new_tensor(std).mul(255).reshape(-1, 1, 1)
     shift = images.new_tensor(mean).mul(255).reshape(-1, 1, 1)
     return (images - shift) / scale
+
+
+def whitening_filters(images: torch.Tensor, size: int, epsilon: float = 5e-4) -> torch.Tensor:
+    """Filters that whiten the images' patches, and their negatives, strongest direction first.
+
+    Applied to such images, the first half has outputs without correlation, of variance near 1
+    (below `epsilon` it is damped). Computed in float64, so the same on every process.
+
+    Args:
+        images: (N, C, H, W), normalised; some thousands are enough.
+
+    Returns (2 * C * size^2, C, size, size), in the images' dtype.
+    """
+    channels = images.shape[1]
+    patches = images.double().unfold(2, size, 1).unfold(3, size, 1)  # (N, C, H', W', size, size)
+    patches = patches.permute(0, 2, 3, 1, 4, 5).reshape(-1, channels * size * size)
+    values, vectors = torch.linalg.eigh(patches.T @ patches / len(patches))  # ascending
+    filters = (vectors / (values + epsilon).sqrt()).T.flip(0).reshape(-1, channels, size, size)
+    return torch.cat([filters, -filters]).to(images.dtype)
 
 
 def _reflect(index: torch.Tensor, size: int) -> torch.Tensor:

@@ -142,7 +142,7 @@ class Guard:
         """Act on the update's figures, alike on all processes, before `optimizer.step()`.
 
         Raises NonFiniteError, or returns the totals with `skipped` set: then the step must be left
-        out. An overflow in fp16 is left to the scaler, which leaves the step out itself.
+        out. After an overflow in fp16 too: the scaler has seen it, and lowers its factor.
         """
         if totals.stop:
             self._stop()
@@ -158,6 +158,8 @@ class Guard:
                 raise_nonfinite(text, self.directory, is_mine)
             if rank() == 0:
                 warn(f"left out on all processes: {text}")
+            totals = totals._replace(skipped=True)
+        if overflow:
             totals = totals._replace(skipped=True)
         if self._overflows_in_a_row > MOST_OVERFLOWS_IN_A_ROW:
             text = f"update {window.step}: fp16 overflows {MOST_OVERFLOWS_IN_A_ROW} times in a row"

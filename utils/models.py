@@ -10,6 +10,8 @@ import torchvision
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from utils.console import say
+from utils.distributed import on_main_process
 from utils.errors import UsageError, first_line
 from utils.files import read_tensors
 
@@ -43,6 +45,18 @@ def read_weights(path: str | Path) -> dict[str, torch.Tensor]:
     ):
         raise UsageError(f"--weights {path} holds no state dict (names to tensors)")
     return {plain_name(name): value for name, value in state.items()}
+
+
+def load_initial_weights(model: torch.nn.Module, weights: str, model_name: str) -> None:
+    """What `--weights` names, read by the main process for all; "none" leaves the model as it is.
+
+    Errors as of read_initial_weights and load_weights.
+    """
+    if weights == "none":
+        return
+    state = on_main_process(lambda: read_initial_weights(weights, model_name))
+    other_shape = load_weights(model, state, weights)
+    say(f"weights   from {weights}; of another shape, kept fresh: {other_shape or 'none'}")
 
 
 def load_weights(

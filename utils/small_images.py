@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from utils import hub
 from utils.console import say
 from utils.errors import UsageError
+from utils.guard import ignore_signals
 
+SHARE_OF_MEMORY = 0.1  # of an accelerator's, that a data set may take
 HUB_NAMES = {"cifar10": "uoft-cs/cifar10", "cifar100": "uoft-cs/cifar100"}
 
 
@@ -32,6 +35,63 @@ class ImageData:
     mean: list[float]  # per channel, of the training images in [0, 1]
     std: list[float]
     fingerprint: str  # of the content, equal on all machines
+
+
+class Tensors(Dataset):
+    """A split in memory, by name (N, ...), read a whole micro-batch at a time.
+
+    Args:
+        device: where the tensors live: see storage_device.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu", **tensors: torch.Tensor):
+        self.tensors = {name: values.to(device) for name, values in tensors.items()}
+        self.device = torch.device(device)
+
+    def __len__(self) -> int:
+        return len(next(iter(self.tensors.values())))
+
+    def __getitems__(self, ids: list[int]) -> dict[str, torch.Tensor]:
+        """These samples, where the tensors are, and their "id" (int64, on the CPU)."""
+        index = torch.tensor(ids, dtype=torch.int64)
+        batch = {
+            name: values[index.to(values.device, non_blocking=True)]
+            for name, values in self.tensors.items()
+        }
+        return batch | {"id": index}
+
+
+class TensorLoader(DataLoader):
+    """A DataLoader of Tensors' micro-batches.
+
+    Args:
+        num_workers: loader processes; 0 is fast, reading from memory takes less than sending.
+        pin: copies to the accelerator shall not block; of no use for what lives there.
+    """
+
+    def __init__(self, dataset: Tensors, *, batch_sampler: Sampler, num_workers: int, pin: bool):
+        super().__init__(
+            dataset,
+            batch_sampler=batch_sampler,
+            collate_fn=_as_it_is,
+            num_workers=num_workers,
+            worker_init_fn=ignore_signals,  # they end with this process
+            persistent_workers=num_workers > 0,
+            pin_memory=pin and dataset.device.type == "cpu",
+            generator=torch.Generator(),  # its own: each iteration would draw from the global one
+        )
+
+
+def storage_device(data: ImageData, device: torch.device, num_workers: int) -> torch.device:
+    """Where to keep the images: on the accelerator, where they take at most a tenth of its memory.
+
+    Then only indices travel. Loader processes read from main memory.
+    """
+    if device.type != "cuda" or num_workers:
+        return torch.device("cpu")
+    size = sum(split.images.nbytes + split.labels.nbytes for split in (data.train, data.test))
+    room = SHARE_OF_MEMORY * torch.cuda.get_device_properties(device).total_memory
+    return device if size <= room else torch.device("cpu")
 
 
 def load_small_images(name: str, subset: int, *, on_accelerator: bool) -> ImageData:
@@ -113,3 +173,8 @@ def _describe(name: str, train: Split, test: Split, classes: list[str], *, flip:
     return ImageData(
         name, train, test, classes, flip, mean.tolist(), std.tolist(), content.hexdigest()[:16]
     )
+
+
+def _as_it_is(batch: Any) -> Any:
+    """The collate function of a data set that hands out whole batches."""
+    return batch

@@ -83,6 +83,8 @@ def open_accelerator(
     check_world(accelerator, asked, on_cpu)
     if on_cpu:
         _share_cores()
+    elif torch.cuda.is_available():
+        torch.set_float32_matmul_precision("high")  # TF32, as convolutions have it by default
     return accelerator
 
 
@@ -140,9 +142,10 @@ def world_line(accelerator: Accelerator) -> str:
         threads = torch.get_num_threads()
         name += "" if _cpu_chosen() else " (no accelerator found)"
         name += f", {threads} thread{'s' if threads > 1 else ''} each"
+    tf32 = " (products in TF32)" if torch.get_float32_matmul_precision() == "high" else ""
     return (
         f"{count} process{'es' if count > 1 else ''} on {name}, "
-        f"mixed precision {accelerator.mixed_precision}, host {socket.gethostname()}"
+        f"mixed precision {accelerator.mixed_precision}{tf32}, host {socket.gethostname()}"
     )
 
 

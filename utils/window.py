@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -60,6 +61,7 @@ class Window:
         scale: 0-d tensor P * A / total, the factor of each micro-step's loss sum.
         digest: of this process's samples.
         wait_seconds: how long this process waited for the data.
+        prepare_next: fetches the next window's data while the accelerator computes this one.
         losses: this process's loss sums as `reduce` was given them, on the device.
     """
 
@@ -70,6 +72,7 @@ class Window:
     scale: torch.Tensor
     digest: int
     wait_seconds: float
+    prepare_next: Callable[[], None] = lambda: None
     losses: torch.Tensor | None = None
 
     def reduce(
@@ -83,6 +86,7 @@ class Window:
                 None (some engines do not tell it) is logged as NaN.
             stop: whether this process has been told to stop (utils/guard.py).
         """
+        self.prepare_next()
         mark("reduce", self.step)
         device = _float64_device(losses.device)
         self.losses = losses.detach().to(device).double().reshape(-1)
@@ -141,19 +145,40 @@ class WindowLoader:
         self.transform = transform
 
     def __iter__(self) -> Iterator[Window]:
-        plan = self.sampler.plan
         micro_batches = iter(self.loader)
-        for step in range(self.sampler.start_step + 1, self.sampler.total_steps + 1):
-            start_time = time.perf_counter()
-            epoch = self.sampler.epoch_of(step)
+        ahead: list[tuple[list[Batch], torch.Tensor]] = []
+        late_seconds = 0.0
+
+        def fetch(step: int) -> None:
             fetched = []
-            for micro_step in range(1, plan.accumulation + 1):
+            for micro_step in range(1, self.sampler.plan.accumulation + 1):
                 mark("data", step, micro_step)
                 fetched.append(next(micro_batches))
-            batches = [self.transform(to_device(batch, self.device), epoch) for batch in fetched]
-            wait_seconds = time.perf_counter() - start_time
             ids = torch.cat([batch["id"] for batch in fetched])
-            yield self.make_window(step, batches, ids, wait_seconds)
+            epoch = self.sampler.epoch_of(step)
+            batches = [self.transform(to_device(batch, self.device), epoch) for batch in fetched]
+            ahead.append((batches, ids))
+
+        def fetch_behind(step: int) -> None:
+            """Fetch while the accelerator is busy with what has been queued before."""
+            nonlocal late_seconds
+            queued = torch.Event(self.device)
+            queued.record()
+            start_time = time.perf_counter()
+            fetch(step)
+            # It has come to the end of its queue meanwhile: at most this long ago.
+            late_seconds = time.perf_counter() - start_time if queued.query() else 0.0
+
+        for step in range(self.sampler.start_step + 1, self.sampler.total_steps + 1):
+            start_time = time.perf_counter()
+            if not ahead:
+                fetch(step)
+            batches, ids = ahead.pop()
+            wait_seconds = time.perf_counter() - start_time + late_seconds
+            window = self.make_window(step, batches, ids, wait_seconds)
+            if self.device.type != "cpu" and step < self.sampler.total_steps:
+                window.prepare_next = partial(fetch_behind, step + 1)
+            yield window
         mark("finish")
 
     def make_window(
