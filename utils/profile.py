@@ -1,7 +1,6 @@
-"""Profile a few updates: --profile FIRST:LAST.
+"""--profile FIRST:LAST: what the time of these updates goes into, and what to do about it.
 
-RUN/profile/ gets a trace and a picture of the memory of each process, and a summary of ten lines:
-what the time of these updates went into (utils/time_shares.py), and what to do about the largest.
+RUN/profile/ gets a trace and what is known of the memory, of each process, and the ten lines.
 """
 
 import os
@@ -30,7 +29,7 @@ from utils.time_shares import CATEGORIES, PHASE, Shares, shares_of
 from utils.window import Window, WindowLoader
 
 MOST_ALLOCATIONS = 100_000  # of a GPU's snapshot, a few kB each
-WORTH_IT, MUCH_IDLE = 0.05, 0.2  # shares of the time: what needs a remedy, a GPU that waits
+WORTH_IT, MUCH_IDLE, SLOWER = 0.05, 0.2, 0.05  # shares: for a remedy, of a GPU, by the profiler
 
 
 class Profiled:
@@ -48,11 +47,11 @@ class Profiled:
     ):
         self.loader, self.accelerator, self.directory = loader, accelerator, directory / "profile"
         self.first, self.last = map(int, updates.split(":")) if updates else (0, 0)
-        total, count = loader.sampler.total_steps, self.last - self.first
+        total = loader.sampler.total_steps
         if self.last > total:
             raise UsageError(
                 f"--profile {updates} goes beyond the last update of this run, which is {total}; "
-                f"use --profile {max(1, total - count)}:{total}, or train longer"
+                f"use --profile {max(1, total - self.last + self.first)}:{total}, or train longer"
             )
 
     def __iter__(self) -> Iterator[Window]:
@@ -98,11 +97,12 @@ class Profiled:
             if rank() == 0:
                 shares = shares_of(events)
                 count = len(seconds) + (not whole)  # with the one in which the loop has ended
-                header = f"profile   updates {first} to {first + count - 1} on rank 0"
-                header += f"{'' if whole else ' (where the run stopped)'}, {1e3 * shares.total / count:.0f} ms each"
-                if len(before) > 2 and seconds:  # the first one is slow
-                    ratio = median(seconds) / median(before[1:])
-                    header += f", {ratio:.2f} times those before it (the profiler's own work)"
+                where = "" if whole else " (where the run stopped)"
+                header = f"profile   updates {first} to {first + count - 1} on rank 0{where}"
+                header += f", {1e3 * shares.total / count:.0f} ms each"
+                slower = median(seconds or [0]) / median(before[1:] or [1])  # the first one is slow
+                if len(before) > 2 and slower > 1 + SLOWER:
+                    header += f", {slower:.2f} times those before (the profiler's own work)"
                 advice = remedy(shares, self.accelerator, self.loader)
                 text = "\n".join([header, *table(shares), advice, f"          {self.directory}/"])
                 write_text(self.directory / "summary.txt", text + "\n")
