@@ -36,6 +36,7 @@ from utils.models import check_forward, load_initial_weights, torchvision_model
 from utils.order import MicroBatchSampler, SampleOrder, ShardSampler, steps_per_epoch
 from utils.plan import explain_out_of_memory, plan_batches
 from utils.plots import plot_curves
+from utils.profile import Profiled
 from utils.rundir import choose_directory, continue_command
 from utils.small_images import ImageData, TensorLoader, Tensors, load_small_images, storage_device
 from utils.start import open_accelerator, seed_dropout, world_line
@@ -73,6 +74,7 @@ class Config:
     output_dir: str = ""  # the run directory; default runs/cifar-<date-time>
     resume: str = "auto"  # auto = newest checkpoint in the run directory; never; or a path
     preflight: bool = False  # check everything, print the report, exit 0 or 1 without training
+    profile: str = ""  # trace updates FIRST:LAST (10:14) and say what their time went into
     stop_after: int = 0  # save and stop after update N, as a preemption would; 0 = off
     eval_only: bool = False  # evaluate the resumed checkpoint, write the metrics, exit
     save_every: int = 500  # updates between checkpoints; one at the end in any case
@@ -169,6 +171,7 @@ def main(cfg: Config) -> int:
         not_negative="subset num_workers max_steps lr_reference_batch momentum weight_decay "
         "max_grad_norm stop_after eval_every hang_timeout",
         below_one="warmup_fraction label_smoothing",
+        updates="profile",
     )
     accelerator = open_accelerator(
         find_unused_parameters=cfg.find_unused_parameters,
@@ -208,6 +211,7 @@ def main(cfg: Config) -> int:
     train_loader = WindowLoader(
         micro_batches, device, count_valid, partial(augment, data, cfg.seed)
     )
+    windows = Profiled(train_loader, cfg.profile, accelerator, directory)
     test_batches = BatchSampler(shard, plan.micro_batch_size, drop_last=False)
     test_loader = make_loader(test_set, batch_sampler=test_batches)
 
@@ -349,7 +353,7 @@ run       {directory}""")
             return PREEMPTED
         progress = Progress(total_steps, step)
         speed = Speed(cfg.global_batch_size)
-        for window in train_loader:
+        for window in windows:
             totals = update(window)
             step = run.step = window.step
             digest = (totals.digest + (digest if (step - 1) % epoch_steps else 0)) % 2**64
@@ -372,11 +376,9 @@ run       {directory}""")
                 )
             progress.update(step, f"loss {totals.loss:.4f}  {speed.examples_per_second:.0f} ex/s")
             evaluation_due = step % (cfg.eval_every or epoch_steps) == 0 or last
-            score = None
-            if evaluation_due and not guard.stopping:
-                score = evaluate_now()
-                evaluation_due = score is None
-                stop |= guard.stopping
+            score = evaluate_now() if evaluation_due and not guard.stopping else None
+            evaluation_due &= score is None
+            stop |= guard.stopping
             if step % cfg.save_every == 0 or last or stop:
                 run.flush()  # the metrics are on disk before the checkpoint of the same update
                 seconds = checkpoint.save_checkpoint(

@@ -37,6 +37,7 @@ from utils.models import check_forward, load_initial_weights
 from utils.order import MicroBatchSampler, SampleOrder, ShardSampler, steps_per_epoch
 from utils.plan import explain_out_of_memory, plan_batches
 from utils.plots import plot_curves
+from utils.profile import Profiled
 from utils.rundir import choose_directory, continue_command
 from utils.small_images import ImageData, TensorLoader, Tensors, load_small_images, storage_device
 from utils.start import open_accelerator, seed_dropout, world_line
@@ -75,6 +76,7 @@ class Config:
     output_dir: str = ""  # the run directory; default runs/cifar_fast-<date-time>
     resume: str = "auto"  # auto = newest checkpoint in the run directory; never; or a path
     preflight: bool = False  # check everything, print the report, exit 0 or 1 without training
+    profile: str = ""  # trace updates FIRST:LAST (10:14) and say what their time went into
     stop_after: int = 0  # save and stop after update N, as a preemption would; 0 = off
     eval_only: bool = False  # evaluate the resumed checkpoint, write the metrics, exit
     save_every: int = 500  # updates between checkpoints; one at the end in any case
@@ -192,6 +194,7 @@ def main(cfg: Config) -> int:
         not_negative="subset num_workers max_steps lr_reference_batch momentum weight_decay "
         "max_grad_norm stop_after eval_every hang_timeout",
         below_one="warmup_fraction label_smoothing",
+        updates="profile",
     )
     accelerator = open_accelerator(
         find_unused_parameters=cfg.find_unused_parameters,
@@ -231,6 +234,7 @@ def main(cfg: Config) -> int:
     train_loader = WindowLoader(
         micro_batches, device, count_valid, partial(augment, data, cfg.seed)
     )
+    windows = Profiled(train_loader, cfg.profile, accelerator, directory)
     test_batches = BatchSampler(shard, plan.micro_batch_size, drop_last=False)
     test_loader = make_loader(test_set, batch_sampler=test_batches)
 
@@ -325,8 +329,7 @@ def main(cfg: Config) -> int:
 data      {data.name}: {len(train_set)} train, {len(test_set)} test, {image_size}x{image_size}
 batch     {cfg.global_batch_size} = {num_processes} processes x {plan.micro_batch_size} examples \
 x {plan.accumulation} micro-steps; {epoch_steps} updates an epoch, {total_steps} in all
-model     FastNet, width {cfg.width:g}, {num_parameters:,} parameters; learning rate {lr_used:g} \
-at its peak
+model     width {cfg.width:g}, {num_parameters:,} parameters; learning rate {lr_used:g} at its peak
 batchnorm {bn_plan.describe()}{bn_advice and "; " + bn_advice}
 run       {directory}""")
     if step == total_steps and is_finished(directory) and not cfg.eval_only:
@@ -376,7 +379,7 @@ run       {directory}""")
             return PREEMPTED
         progress = Progress(total_steps, step)
         speed = Speed(cfg.global_batch_size)
-        for window in train_loader:
+        for window in windows:
             totals = update(window)
             step = run.step = window.step
             digest = (totals.digest + (digest if (step - 1) % epoch_steps else 0)) % 2**64
@@ -399,11 +402,9 @@ run       {directory}""")
                 )
             progress.update(step, f"loss {totals.loss:.4f}  {speed.examples_per_second:.0f} ex/s")
             evaluation_due = step % (cfg.eval_every or epoch_steps) == 0 or last
-            score = None
-            if evaluation_due and not guard.stopping:
-                score = evaluate_now()
-                evaluation_due = score is None
-                stop |= guard.stopping
+            score = evaluate_now() if evaluation_due and not guard.stopping else None
+            evaluation_due &= score is None
+            stop |= guard.stopping
             if step % cfg.save_every == 0 or last or stop:
                 run.flush()  # the metrics are on disk before the checkpoint of the same update
                 seconds = checkpoint.save_checkpoint(

@@ -4,6 +4,7 @@ A mark costs an assignment. The utils that do the work set them; a script may se
 something of its own takes long.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 # In the order of one update; "reduce counts" waits for the window's number of valid elements.
@@ -30,6 +31,7 @@ class Mark(NamedTuple):
 
 
 _latest, _first_step = Mark(0, 0, 0, "start"), 0
+_listener: Callable[[str], None] | None = None
 
 
 def mark(phase: str, step: int | None = None, micro_step: int = 0) -> None:
@@ -38,6 +40,14 @@ def mark(phase: str, step: int | None = None, micro_step: int = 0) -> None:
     if step and not _first_step:
         _first_step = step
     _latest = Mark(_latest.count + 1, _latest.step if step is None else step, micro_step, phase)
+    if _listener is not None:
+        _listener(phase)
+
+
+def listen(listener: Callable[[str], None] | None) -> None:
+    """Have `listener(phase)` called at each mark (utils/profile.py); None: no more."""
+    global _listener
+    _listener = listener
 
 
 def latest() -> Mark:
