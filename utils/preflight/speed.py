@@ -22,6 +22,7 @@ ROUND_TRIPS, LARGE_BYTES, REPEATS = 20, 8 << 20, 3
 SLOW_LINK = 2.0  # times below the median bandwidth
 STRAGGLER = 1.3  # times above the median time
 PROBE_SECONDS, MOST_UPDATES = 8.0, 10
+GROWTH_UPDATES = 4  # after which something that grows is told apart from chance
 WAIT_SHARE, COMMUNICATION_SHARE = 0.5, 0.4
 
 
@@ -107,7 +108,7 @@ def measure_updates(job: Job) -> dict[str, Any]:
     }
     seconds, waits, alive = [], [], []
     job.sampler.start_step = 0
-    end = time.perf_counter() + PROBE_SECONDS
+    start_time = time.perf_counter()
     with _bounded(job) as windows:
         mark = time.perf_counter()
         for window in windows:
@@ -118,7 +119,9 @@ def measure_updates(job: Job) -> dict[str, Any]:
             del window, totals
             alive.append(_tensors_alive())
             # One clock decides for all, as they must all make the same number of updates.
-            stop = torch.tensor(float(time.perf_counter() > end), device=job.device)
+            patience = PROBE_SECONDS if len(alive) >= GROWTH_UPDATES else 4 * PROBE_SECONDS
+            late = time.perf_counter() - start_time > patience
+            stop = torch.tensor(float(late), device=job.device)
             if world_size() > 1:
                 dist.broadcast(stop, 0)
             if stop.item():
@@ -170,7 +173,7 @@ def _tensors_alive() -> Counter:
 
 def _growth(alive: list[Counter]) -> str:
     """The shape of tensors of which there are more after every update; "" for none."""
-    if len(alive) < 4:
+    if len(alive) < GROWTH_UPDATES:
         return ""
     late = alive[1:]  # the first update makes the optimizer's state
     for shape in late[-1]:
