@@ -47,7 +47,10 @@ def random_crop_flip(
     rows = _reflect(top + torch.arange(height, device=images.device), height)  # (B, H)
     columns = _reflect(left + columns, width)
     sample = torch.arange(len(ids), device=images.device)[:, None, None]
-    cropped = images.permute(0, 2, 3, 1)[sample, rows[:, :, None], columns[:, None, :]]
+    place = (sample * height + rows[:, :, None]) * width + columns[:, None, :]  # (B, H, W)
+    # Whole pixels by one index: twice as fast on a CPU as an index for each dimension.
+    pixels = images.permute(0, 2, 3, 1).reshape(-1, images.shape[1])  # (B * H * W, C)
+    cropped = pixels.index_select(0, place.flatten()).view(*place.shape, -1)
     return cropped.permute(0, 3, 1, 2)
 
 
@@ -59,7 +62,7 @@ def normalise(images: torch.Tensor, mean: list[float], std: list[float]) -> torc
     images = images.to(torch.get_default_dtype(), memory_format=torch.channels_last)
     scale = images.new_tensor(std).mul(255).reshape(-1, 1, 1)
     shift = images.new_tensor(mean).mul(255).reshape(-1, 1, 1)
-    return (images - shift) / scale
+    return (images - shift).div_(scale)
 
 
 def whitening_filters(images: torch.Tensor, size: int, epsilon: float = 5e-4) -> torch.Tensor:
