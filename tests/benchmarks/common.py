@@ -1,0 +1,129 @@
+"""What the benchmarks share: data, cifar.py's own loop under a stopwatch, figures and tables."""
+
+import os
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stdout
+from functools import cache
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy
+import torch
+import torchvision
+from torch import nn
+
+from train import cifar
+from utils.small_images import ImageData, Split, load_small_images
+from utils.window import Window, WindowLoader
+
+MICRO_BATCH = 128  # images a process and update
+NEVER = 10**9  # updates
+# What every loop trains with. The rate is small: random images must not diverge either.
+MOMENTUM, WEIGHT_DECAY, LABEL_SMOOTHING, LEARNING_RATE = 0.9, 5e-4, 0.1, 0.01
+
+
+@cache
+def load_data() -> ImageData:
+    """CIFAR-10 from REAL_DATA_DIR, or random images of its size, which is said."""
+    folder = Path(os.environ.get("REAL_DATA_DIR", ""), "cifar10").absolute()
+    if "REAL_DATA_DIR" in os.environ and folder.is_dir():
+        return load_small_images(str(folder), 0, on_accelerator=False)
+    print("WARNING: RANDOM images instead of CIFAR-10: REAL_DATA_DIR is not set", flush=True)
+    return random_data(50_000)
+
+
+def random_data(count: int) -> ImageData:
+    images = torch.randint(256, (count, 3, 32, 32), dtype=torch.uint8)
+    split = Split(images, torch.randint(10, (count,)))
+    classes = [str(number) for number in range(10)]
+    return ImageData("random", split, split, classes, True, [0.5] * 3, [0.29] * 3, "random")
+
+
+def build_model(name: str = "resnet18", num_classes: int = 10, image_size: int = 32) -> nn.Module:
+    """torchvision's ResNet-18 as it is: a short update, in which a loop's own costs weigh more."""
+    return torchvision.models.get_model(name, num_classes=num_classes)
+
+
+def parameter_groups(model: nn.Module) -> list[dict]:
+    """As in cifar.py: biases and norms do not decay."""
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim <= 1]
+    return [
+        {"params": matrices, "weight_decay": WEIGHT_DECAY},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+
+
+def set_precision(precision: str, compiled: bool = False) -> None:
+    """For an Accelerator in this process, as `accelerate launch` hands it on."""
+    os.environ["ACCELERATE_MIXED_PRECISION"] = {"float32": "no"}.get(precision, precision)
+    os.environ["ACCELERATE_DYNAMO_BACKEND"] = "INDUCTOR" if compiled else "NO"
+
+
+def autocast(precision: str) -> torch.autocast:
+    return torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
+
+
+def train_ours(
+    data: ImageData,
+    directory: Path,
+    drive: Callable[[Iterator[Window]], Iterator[Window]],
+    model: Callable[..., nn.Module] = build_model,
+    **flags,
+) -> None:
+    """cifar.py's own main in this process; `drive` hands out its loader's windows, and times them.
+
+    All that is not the script's: where the images come from, the model, and that `drive` stands
+    between WindowLoader and the loop. It ends the run by handing out no more.
+    """
+    windows = WindowLoader.__iter__
+    flags = {"global_batch_size": MICRO_BATCH * int(os.environ["WORLD_SIZE"]), **flags}
+    flags = {"lr": LEARNING_RATE, "lr_reference_batch": 0, **flags}
+    config = cifar.Config(
+        output_dir=str(directory),
+        tracker="none",
+        epochs=NEVER,
+        eval_every=NEVER,
+        save_every=NEVER,
+        hang_timeout=0.0,  # it may wait for others' turns
+        **flags,
+    )
+    directory.mkdir(parents=True, exist_ok=True)
+    console = directory / f"console_{os.environ['RANK']}.txt"
+    with (
+        patch.object(cifar, "load_small_images", lambda *args, **kwargs: data),
+        patch.object(cifar, "build_model", model),
+        patch.object(WindowLoader, "__iter__", lambda loader: drive(windows(loader))),
+        console.open("w") as file,
+        redirect_stdout(file),
+    ):
+        cifar.main(config)
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """Lower quartile, median, upper quartile."""
+    if len(values) == 1:
+        return values[0], values[0], values[0]
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, median, high
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """The median, and a bootstrap's 95% interval of it."""
+    random = numpy.random.default_rng(0)
+    medians = numpy.median(random.choice(values, (10_000, len(values))), axis=1)
+    low, high = numpy.percentile(medians, [2.5, 97.5])
+    return float(numpy.median(values)), float(low), float(high)
+
+
+def table(heading: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A Markdown table."""
+    lines = [heading, ["---"] * len(heading), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def machine() -> str:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    load = f", load {os.getloadavg()[0]:.1f} before" if hasattr(os, "getloadavg") else ""
+    return f"torch {torch.__version__}, {cores} cores{load}"
