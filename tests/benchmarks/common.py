@@ -19,6 +19,7 @@ from utils.window import Window, WindowLoader
 
 MICRO_BATCH = 128  # images a process and update
 NEVER = 10**9  # updates
+TORCHRUN = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
 # What every loop trains with. The rate is small: random images must not diverge either.
 MOMENTUM, WEIGHT_DECAY, LABEL_SMOOTHING, LEARNING_RATE = 0.9, 5e-4, 0.1, 0.01
 
@@ -55,10 +56,22 @@ def parameter_groups(model: nn.Module) -> list[dict]:
     ]
 
 
-def set_precision(precision: str, compiled: bool = False) -> None:
-    """For an Accelerator in this process, as `accelerate launch` hands it on."""
+def as_launched(precision: str, compiled: bool = False) -> None:
+    """Leave this process's environment as `accelerate launch` does, before an Accelerator opens.
+
+    A single process gets no variables of a process group: with them it would be wrapped in DDP.
+    """
+    if os.environ.get("WORLD_SIZE") == "1":
+        for name in TORCHRUN:
+            os.environ.pop(name, None)
+    os.environ["ACCELERATE_USE_CPU"] = "true"
     os.environ["ACCELERATE_MIXED_PRECISION"] = {"float32": "no"}.get(precision, precision)
     os.environ["ACCELERATE_DYNAMO_BACKEND"] = "INDUCTOR" if compiled else "NO"
+
+
+def world() -> tuple[int, int]:
+    """Rank and number of processes, whether or not the process group is open yet."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def autocast(precision: str) -> torch.autocast:
@@ -77,8 +90,8 @@ def train_ours(
     All that is not the script's: where the images come from, the model, and that `drive` stands
     between WindowLoader and the loop. It ends the run by handing out no more.
     """
-    windows = WindowLoader.__iter__
-    flags = {"global_batch_size": MICRO_BATCH * int(os.environ["WORLD_SIZE"]), **flags}
+    windows, (rank, size) = WindowLoader.__iter__, world()
+    flags = {"global_batch_size": MICRO_BATCH * size, **flags}
     flags = {"lr": LEARNING_RATE, "lr_reference_batch": 0, **flags}
     config = cifar.Config(
         output_dir=str(directory),
@@ -90,7 +103,7 @@ def train_ours(
         **flags,
     )
     directory.mkdir(parents=True, exist_ok=True)
-    console = directory / f"console_{os.environ['RANK']}.txt"
+    console = directory / f"console_{rank}.txt"
     with (
         patch.object(cifar, "load_small_images", lambda *args, **kwargs: data),
         patch.object(cifar, "build_model", model),

@@ -47,7 +47,7 @@ class Barest:
     """The plain training loop, all of it: a random crop and mirror, forward, backward, step."""
 
     def __init__(self, data: ImageData, precision: str):
-        self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if _several() else (0, 1)
+        self.rank, self.size = common.world()
         self.precision = precision
         index = torch.arange(-PADDING, 32 + PADDING).abs()
         index = 31 - (31 - index).abs()  # reflects at the borders, once for all images
@@ -57,7 +57,7 @@ class Barest:
         self.labels = data.train.labels
         self.mean, self.std = torch.tensor(data.mean) * 255, torch.tensor(data.std) * 255
         self.model = common.build_model().to(memory_format=torch.channels_last)
-        if _several():  # each process keeps its own running statistics
+        if self.size > 1:  # each process keeps its own running statistics
             names = [name for name, _ in self.model.named_buffers()]
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.model, names)
             self.model = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
@@ -96,13 +96,9 @@ class Barest:
         self.optimizer.zero_grad()
 
 
-def _several() -> bool:
-    return dist.is_initialized()
-
-
 def now() -> float:
     """The time when all processes have come here."""
-    if _several():
+    if dist.is_initialized():
         dist.barrier()
     return time.perf_counter()
 
@@ -111,7 +107,7 @@ def measure(
     data: ImageData, directory: Path, precision: str, pairs: int, updates: int, warm_up: int
 ) -> list[tuple[float, float]]:
     """Seconds of (ours, barest), for `pairs` pairs of adjacent blocks of `updates`."""
-    common.set_precision(precision)
+    common.as_launched(precision)
     seconds = []
 
     def drive(windows: Iterator[Window]) -> Iterator[Window]:
