@@ -1,10 +1,13 @@
 """What the benchmarks share: data, cifar.py's own loop under a stopwatch, figures and tables."""
 
+import multiprocessing
 import os
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
 from functools import cache
+from multiprocessing.connection import Connection
 from pathlib import Path
 from unittest.mock import patch
 
@@ -13,6 +16,7 @@ import torch
 import torchvision
 from torch import nn
 
+from tests.pool import free_port
 from train import cifar
 from utils.small_images import ImageData, Split, load_small_images
 from utils.window import Window, WindowLoader
@@ -20,6 +24,8 @@ from utils.window import Window, WindowLoader
 MICRO_BATCH = 128  # images a process and update
 NEVER = 10**9  # updates
 TORCHRUN = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
+BLOCK_SECONDS = 1800.0  # at most, compilation included
+LOADER_START = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
 # What every loop trains with. The rate is small: random images must not diverge either.
 MOMENTUM, WEIGHT_DECAY, LABEL_SMOOTHING, LEARNING_RATE = 0.9, 5e-4, 0.1, 0.01
 
@@ -114,6 +120,67 @@ def train_ours(
         cifar.main(config)
 
 
+class Pace:
+    """Called before each update: times blocks of updates, and waits between them for the next."""
+
+    def __init__(self, connection: Connection):
+        self.connection = connection
+        self.left = 0
+        self.start: float | None = None
+
+    def __call__(self) -> None:
+        if self.left == 0:
+            if self.start is not None:
+                self.connection.send(time.perf_counter() - self.start)
+            self.left = self.connection.recv()
+            self.start = time.perf_counter()
+        self.left -= 1
+
+
+class Group:
+    """Processes that train, a block of updates at a time; idle and asleep in between.
+
+    Args:
+        function: of the top of a file; called as function(pace, *args) in `size` processes, with
+            torchrun's variables set, it trains without end and calls pace() before each update.
+    """
+
+    def __init__(self, size: int, function: Callable[..., None], *args):
+        context, port = multiprocessing.get_context("spawn"), free_port()
+        self.members = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            target_args = theirs, rank, size, port, function, args
+            process = context.Process(target=_train_in_blocks, args=target_args)  # has workers
+            process.start()
+            theirs.close()
+            self.members.append((process, ours))
+
+    def run(self, updates: int) -> float:
+        """Seconds of the next `updates`; of the slowest process."""
+        for _, connection in self.members:
+            connection.send(updates)
+        return max(self._receive(connection) for _, connection in self.members)
+
+    def _receive(self, connection: Connection) -> float:
+        if not connection.poll(BLOCK_SECONDS):
+            raise TimeoutError(f"no answer in {BLOCK_SECONDS:.0f} s")
+        return connection.recv()
+
+    def close(self) -> None:
+        for process, connection in self.members:
+            process.kill()
+            process.join()
+            connection.close()
+
+
+def _train_in_blocks(connection, rank: int, size: int, port: int, function, args) -> None:
+    multiprocessing.set_start_method(LOADER_START, force=True)  # not this process's own
+    values = rank, rank, size, size, "127.0.0.1", port
+    os.environ.update({name: str(value) for name, value in zip(TORCHRUN, values, strict=True)})
+    function(Pace(connection), *args)
+
+
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     """Lower quartile, median, upper quartile."""
     if len(values) == 1:
@@ -136,7 +203,11 @@ def table(heading: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
+def cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def machine() -> str:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     load = f", load {os.getloadavg()[0]:.1f} before" if hasattr(os, "getloadavg") else ""
-    return f"torch {torch.__version__}, {cores} cores{load}"
+    return f"torch {torch.__version__}, {cores()} cores{load}"
