@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
@@ -70,7 +71,7 @@ def as_launched(precision: str, compiled: bool = False) -> None:
     if os.environ.get("WORLD_SIZE") == "1":
         for name in TORCHRUN:
             os.environ.pop(name, None)
-    os.environ["ACCELERATE_USE_CPU"] = "true"
+    os.environ.update(ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1")
     os.environ["ACCELERATE_MIXED_PRECISION"] = {"float32": "no"}.get(precision, precision)
     os.environ["ACCELERATE_DYNAMO_BACKEND"] = "INDUCTOR" if compiled else "NO"
 
@@ -118,6 +119,17 @@ def train_ours(
         redirect_stdout(file),
     ):
         cifar.main(config)
+
+
+def train_ours_in_blocks(pace: "Pace", data: ImageData, directory: Path, **flags) -> None:
+    """cifar.py as a member of a Group."""
+
+    def drive(windows: Iterator[Window]) -> Iterator[Window]:
+        while True:
+            pace()
+            yield next(windows)
+
+    train_ours(data, directory, drive, **flags)
 
 
 class Pace:
@@ -168,10 +180,41 @@ class Group:
         return connection.recv()
 
     def close(self) -> None:
-        for process, connection in self.members:
+        for process, _ in reversed(self.members):  # rank 0 keeps the others' store
             process.kill()
+        for process, connection in self.members:
             process.join()
             connection.close()
+
+
+def race(
+    entries: Sequence[tuple[int, Callable[..., None], tuple]],
+    rounds: int,
+    updates: int,
+    untimed: int = 1,
+) -> list[list[float]]:
+    """Seconds of blocks of `updates`, for each entry, in rounds in which each has its turn.
+
+    Args:
+        entries: (processes, function, args), as for Group; function(pace, *args, directory).
+        untimed: updates before each block.
+    """
+    groups: list[Group] = []
+    seconds: list[list[float]] = [[] for _ in entries]
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
+        try:
+            for number, (size, function, args) in enumerate(entries):
+                groups.append(Group(size, function, *args, Path(directory, str(number))))
+                groups[-1].run(3)  # imports, compilation: one after the other
+            for round_ in range(rounds):
+                for turn in range(len(groups)):
+                    number = (round_ + turn) % len(groups)  # another one first in each round
+                    groups[number].run(untimed)
+                    seconds[number].append(groups[number].run(updates))
+        finally:
+            for group in groups:
+                group.close()
+    return seconds
 
 
 def _train_in_blocks(connection, rank: int, size: int, port: int, function, args) -> None:

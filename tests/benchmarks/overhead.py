@@ -133,10 +133,32 @@ def measure(
     return seconds
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+def figures(size: int, precision: str, seconds: list[tuple[float, float]], updates: int) -> dict:
+    """A row: both speeds, the median ratio and its 95% interval."""
+    images = updates * common.MICRO_BATCH * size
+    speeds = [images / common.quartiles(column)[1] for column in zip(*seconds, strict=True)]
+    median, low, high = common.median_interval([ours / theirs for ours, theirs in seconds])
+    row = {"processes": size, "precision": precision, "images_per_second": speeds}
+    return {**row, "ratio": median, "interval": (low, high), "seconds": seconds}
+
+
+def report(rows: list[dict]) -> int:
+    """Print the table, and the last line; the exit status."""
+    heading = ["processes", "precision", "images/s ours", "barest", "ratio", "95% interval"]
+    lines, short = [], []
+    for row in rows:
+        ours, barest = (f"{speed:.0f}" for speed in row["images_per_second"])
+        figure = f"{row['ratio']:.3f}", "{:.3f} to {:.3f}".format(*row["interval"])
+        lines.append([row["processes"], row["precision"], ours, barest, *figure])
+        short.append(f"{row['processes']} x {row['precision']} {figure[0]} ({figure[1]})")
+    holds = all(row["interval"][1] < BOUND for row in rows)
+    print(f"\n{common.table(heading, lines)}\n")
+    print(f"{'holds' if holds else 'FAILS'}, below {BOUND}: {', '.join(short)}")
+    return 0 if holds else 1
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--short", action="store_true", help="60 pairs a row instead of 200")
     parser.add_argument("--pairs", type=int, default=0, help="pairs of blocks a row")
     parser.add_argument("--updates", type=int, default=2, help="updates a block")
@@ -145,45 +167,25 @@ def main() -> int:
     parser.add_argument("--precisions", nargs="*", default=["float32", "bf16"])
     parser.add_argument("--images", type=int, default=0, help="random ones, instead of the data")
     parser.add_argument("--json", type=Path, help="where all figures go")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     pairs = args.pairs or (60 if args.short else 200)
     data = common.random_data(args.images) if args.images else common.load_data()
-    print(f"{common.machine()}, {data.name}, {pairs} pairs of {args.updates} updates", flush=True)
-    heading = ["processes, precision", "images/s ours", "barest", "ratio", "95% interval"]
-    rows, results, figures = [], [], []
+    machine = common.machine()
+    print(f"{machine}, {data.name}, {pairs} pairs of {args.updates} updates", flush=True)
+    rows = []
     for size in args.processes:
         for precision in args.precisions:
             pool = WorkerPool()
             with tempfile.TemporaryDirectory() as directory:
-                seconds, *_ = pool.run(
-                    size,
-                    measure,
-                    data,
-                    Path(directory, "run"),
-                    precision,
-                    pairs,
-                    args.updates,
-                    args.warm_up,
-                    init=False,
-                    timeout=3600.0,
-                )
+                task = data, Path(directory, "run"), precision, pairs, args.updates, args.warm_up
+                seconds, *_ = pool.run(size, measure, *task, init=False, timeout=3600.0)
             pool.close()
-            name = f"{size}, {precision}"
-            median, low, high = common.median_interval([ours / theirs for ours, theirs in seconds])
-            images = args.updates * common.MICRO_BATCH * size
-            speeds = [images / common.quartiles(column)[1] for column in zip(*seconds, strict=True)]
-            results.append({"row": name, "ratio": median, "interval": [low, high]})
-            results[-1] |= {"images_per_second": speeds, "seconds": seconds}
-            interval = f"{low:.3f} to {high:.3f}"
-            rows.append([name, *(f"{speed:.0f}" for speed in speeds), f"{median:.3f}", interval])
-            figures.append(f"{name}: {median:.3f} ({interval})")
-            print(figures[-1], flush=True)
-    holds = all(result["interval"][1] < BOUND for result in results)
+            rows.append(figures(size, precision, seconds, args.updates))
+            ratio, interval = rows[-1]["ratio"], rows[-1]["interval"]
+            print(size, precision, f"{ratio:.3f}", interval, flush=True)
     if args.json:
-        args.json.write_text(json.dumps({"machine": common.machine(), "rows": results}))
-    print(f"\n{common.table(heading, rows)}\n")
-    print(f"{'holds' if holds else 'FAILS'}, below {BOUND}: {'; '.join(figures)}")
-    return 0 if holds else 1
+        args.json.write_text(json.dumps({"machine": machine, "rows": rows}))
+    return report(rows)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,6 @@ import argparse
 import json
 import os
 import sys
-import tempfile
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,7 +31,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # repo root, so ut
 from tests.benchmarks import common
 from tests.benchmarks.peers import PEERS
 from utils.small_images import ImageData
-from utils.window import Window
 
 LEAST_RATIO = 0.98  # ours to each peer, the lower quartile
 LEAST_SPEEDUP = {  # of ours over the bare float32 loop: (processes, contender, precision)
@@ -63,41 +60,23 @@ class Contender:
 def train(pace: common.Pace, contender: Contender, data: ImageData, directory: Path) -> None:
     """One process of a contender; it trains until it is killed."""
     common.as_launched(contender.precision, contender.compiled)
-    if contender.name in PEERS:
+    if contender.name == "ours":
+        common.train_ours_in_blocks(pace, data, directory, **contender.settings)
+    else:
         how = contender.precision, contender.compiled
         PEERS[contender.name](pace, data, *how, **contender.settings)
-
-    def drive(windows: Iterator[Window]) -> Iterator[Window]:
-        while True:
-            pace()
-            yield next(windows)
-
-    common.train_ours(data, directory, drive, **contender.settings)
 
 
 def race(
     contenders: list[Contender], data: ImageData, rounds: int, updates: int
 ) -> list[list[float]]:
     """Images a second of each contender, round by round."""
-    speeds: list[list[float]] = [[] for _ in contenders]
-    groups = []
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
-        try:
-            for number, contender in enumerate(contenders):
-                path = Path(directory, str(number))
-                groups.append(common.Group(contender.size, train, contender, data, path))
-                groups[-1].run(READ_AHEAD)  # imports and compilations, one after the other
-            for round_ in range(rounds):
-                for turn in range(len(groups)):
-                    number = (round_ + turn) % len(groups)  # another one first in each round
-                    groups[number].run(READ_AHEAD)
-                    seconds = groups[number].run(updates)
-                    images = common.MICRO_BATCH * contenders[number].size * updates
-                    speeds[number].append(images / seconds)
-        finally:
-            for group in groups:
-                group.close()
-    return speeds
+    entries = [(contender.size, train, (contender, data)) for contender in contenders]
+    seconds = common.race(entries, rounds, updates, untimed=READ_AHEAD)
+    return [
+        [common.MICRO_BATCH * contender.size * updates / block for block in blocks]
+        for contender, blocks in zip(contenders, seconds, strict=True)
+    ]
 
 
 def best_settings(
@@ -177,7 +156,7 @@ HEADING = [
 ]
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--updates", type=int, default=10, help="timed updates a block")
@@ -188,7 +167,7 @@ def main() -> int:
     parser.add_argument("--compile", nargs="*", default=["off", "on"])
     parser.add_argument("--images", type=int, default=0, help="random ones, instead of the data")
     parser.add_argument("--output", type=Path, default=Path("runs/throughput"), help="of two files")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     data = common.random_data(args.images) if args.images else common.load_data()
     notes = [f"{common.machine()}, {data.name}, {args.rounds} rounds of {args.updates} updates"]
     absent = [name for name in args.only if name != "bare" and not find_spec(name)]
