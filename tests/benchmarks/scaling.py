@@ -173,32 +173,45 @@ def checkpoints(names: list[str], rounds: int) -> Rows:
 # ---- Gradient sum ----------------------------------------------------------------------------
 
 
-def overlap(rounds: int) -> dict[str, list[float]]:
-    """Seconds of forward and backward with and without the gradient sum, and of the sum alone."""
-    torch.set_num_threads(max(1, common.cores() // dist.get_world_size()))
+def build_wrapped() -> DistributedDataParallel:
     model = common.build_model().to(memory_format=torch.channels_last)
     buffers = [name for name, _ in model.named_buffers()]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, buffers)
-    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    return DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+
+def sum_nothing(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """A hook of DDP: its buckets without their sum (no_sync would do without the buckets too)."""
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+def overlap(rounds: int) -> dict[str, list[float]]:
+    """Seconds of forward and backward with and without the gradient sum, and of the sum alone."""
+    torch.set_num_threads(max(1, common.cores() // dist.get_world_size()))
+    model, silent = (build_wrapped() for _ in range(2))
+    silent.register_comm_hook(None, sum_nothing)
     images = torch.randn(common.MICRO_BATCH, 3, 32, 32).to(memory_format=torch.channels_last)
     gradient = torch.zeros(sum(parameter.numel() for parameter in model.parameters()))
 
     def with_sum() -> None:
-        wrapped(images).sum().backward()
+        model(images).sum().backward()
 
     def without_sum() -> None:
-        with wrapped.no_sync():
-            wrapped(images).sum().backward()
+        silent(images).sum().backward()
 
     def sum_alone() -> None:  # by DDP's bucket size
         works = [dist.all_reduce(part, async_op=True) for part in gradient.split(25 * 2**18)]
         for work in works:
             work.wait()
 
-    seconds: dict[str, list[float]] = {"with": [], "without": [], "alone": []}
+    parts = [("with", with_sum), ("without", without_sum), ("alone", sum_alone)]
+    seconds: dict[str, list[float]] = {name: [] for name, _ in parts}
     for round_ in range(-2, rounds):
-        for name, part in zip(seconds, (with_sum, without_sum, sum_alone), strict=True):
+        for name, part in parts if round_ % 2 else reversed(parts):  # each after each other
             model.zero_grad()
+            silent.zero_grad()
             dist.barrier()
             start = time.perf_counter()
             part()
