@@ -9,7 +9,6 @@ BatchNorm - GELU blocks that start as the identity, BatchNorm without scales and
 label smoothing, Nesterov, a triangular learning rate, alternating flips.
 """
 
-import math
 import sys
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -43,7 +42,7 @@ from utils.small_images import ImageData, TensorLoader, Tensors, load_small_imag
 from utils.start import open_accelerator, seed_dropout, world_line
 from utils.trackers import check_tracker
 from utils.tracking import Run, is_finished
-from utils.window import Batch, Totals, Window, WindowLoader, to_device
+from utils.window import Batch, Totals, Window, WindowLoader, gradient_norm, to_device
 
 BatchNormGroup = int | Literal["auto", "device", "global"]
 
@@ -294,11 +293,12 @@ def main(cfg: Config) -> int:
                 accelerator.backward(loss * window.scale)  # sum of losses / the window's count
                 losses.append(loss.detach())
                 if accelerator.sync_gradients:
-                    grad_norm = accelerator.clip_grad_norm_(
-                        model.parameters(), cfg.max_grad_norm or math.inf
-                    )
+                    if cfg.max_grad_norm:
+                        norm = accelerator.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
+                    else:  # only measured
+                        norm = gradient_norm(accelerator, model)
                     # The update's one host read. Not finite: all stop here, or leave it out.
-                    totals = window.reduce(torch.stack(losses), grad_norm, guard.stop_requested)
+                    totals = window.reduce(torch.stack(losses), norm, guard.stop_requested)
                     totals = guard.check(window, totals, accelerator.scaler)
                     if totals.skipped:
                         bn_plan.discard_statistics()

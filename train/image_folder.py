@@ -43,7 +43,7 @@ from utils.rundir import choose_directory, continue_command
 from utils.start import default_workers, open_accelerator, seed_dropout, world_line
 from utils.trackers import check_tracker
 from utils.tracking import Run, is_finished
-from utils.window import Batch, Totals, Window, WindowLoader, to_device
+from utils.window import Batch, Totals, Window, WindowLoader, gradient_norm, to_device
 
 BatchNormGroup = int | Literal["auto", "device", "global"]
 
@@ -287,11 +287,12 @@ def main(cfg: Config) -> int:
                 accelerator.backward(loss * window.scale)  # sum of losses / the window's count
                 losses.append(loss.detach())
                 if accelerator.sync_gradients:
-                    grad_norm = accelerator.clip_grad_norm_(
-                        model.parameters(), cfg.max_grad_norm or math.inf
-                    )
+                    if cfg.max_grad_norm:
+                        norm = accelerator.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
+                    else:  # only measured
+                        norm = gradient_norm(accelerator, model)
                     # The update's one host read. Not finite: all stop here, or leave it out.
-                    totals = window.reduce(torch.stack(losses), grad_norm, guard.stop_requested)
+                    totals = window.reduce(torch.stack(losses), norm, guard.stop_requested)
                     totals = guard.check(window, totals, accelerator.scaler)
                     if totals.skipped:
                         bn_plan.discard_statistics()

@@ -60,8 +60,8 @@ def normalise(images: torch.Tensor, mean: list[float], std: list[float]) -> torc
     `mean` and `std` are per channel, of images in [0, 1].
     """
     images = images.to(torch.get_default_dtype(), memory_format=torch.channels_last)
-    scale = images.new_tensor(std).mul(255).reshape(-1, 1, 1)
-    shift = images.new_tensor(mean).mul(255).reshape(-1, 1, 1)
+    levels = torch.tensor([mean, std], dtype=images.dtype).mul(255)[..., None, None]
+    shift, scale = levels.to(images.device, non_blocking=True)  # (C, 1, 1); the host does not wait
     return (images - shift).div_(scale)
 
 

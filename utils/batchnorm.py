@@ -27,6 +27,7 @@ from utils.batchnorm_functions import (
     GhostSplit,
     at_least_float32,
     chunked,
+    plain,
     row_dtype,
     subgroup,
     synchronised,
@@ -91,7 +92,9 @@ class GroupBatchNorm(_BatchNorm):
         args = input, at_least_float32(self.weight), at_least_float32(self.bias), self.eps
         if self.bn_ranks > 1:
             output, row = synchronised(*args, self.bn_ranks)
-        elif len(input) <= self.bn_group or torch.compiler.is_compiling():
+        elif 0 < len(input) <= self.bn_group:
+            output, row = plain(*args)
+        elif len(input) == 0 or torch.compiler.is_compiling():
             output, row = chunked(*args, self.bn_group)
         else:
             output, row = GhostSplit.apply(*args, self.bn_group)  # type: ignore

@@ -14,12 +14,15 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch.utils.data import DataLoader
 
 from utils.distributed import all_reduce_sum, world_size
 from utils.marks import mark
 from utils.order import MicroBatchSampler, digest
 
+PLAIN_ENGINES = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)  # whole gradients on each
 Batch = dict[str, torch.Tensor]
 
 
@@ -198,6 +201,19 @@ class WindowLoader:
             digest=digest(ids),
             wait_seconds=wait_seconds,
         )
+
+
+def gradient_norm(accelerator: Accelerator, model: torch.nn.Module) -> torch.Tensor:
+    """Norm of the global gradient, 0-d, for where nothing is clipped.
+
+    accelerator.clip_grad_norm_(parameters, inf) gives the same, and writes every gradient once
+    more. Engines that keep shards of the gradients know its norm themselves.
+    """
+    if accelerator.distributed_type in (DistributedType.NO, *PLAIN_ENGINES):
+        accelerator.unscale_gradients()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        return torch.nn.utils.get_total_norm(gradients)
+    return accelerator.clip_grad_norm_(model.parameters(), math.inf)  # type: ignore[return-value]
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
