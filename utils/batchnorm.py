@@ -14,6 +14,7 @@ groups of the window, so they are the same on every rank and in every layout.
 In shape comments: C channels. The arithmetic is in utils/batchnorm_functions.py.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -329,25 +330,31 @@ class BatchNormPlan:
         self.discard_statistics()
         counts = torch.stack([total[-1] for total in totals])
         used, counts = counts > 0, counts.clamp(min=1)
-        for i, (layer, total) in enumerate(zip(layers, totals, strict=True)):
-            batches, mean, variance = (
-                layer.num_batches_tracked, layer.running_mean, layer.running_var
-            )  # fmt: skip
-            assert batches is not None and mean is not None and variance is not None
-            batches.add_(used[i])
-            # Momentum None is the cumulative mean, as in torch.
-            momentum = 1 / batches.clamp(min=1) if layer.momentum is None else layer.momentum
-            step = (used[i] * momentum).to(mean.dtype)
-            new_mean, new_variance = (total[:-1] / counts[i]).to(mean.dtype).view(2, -1)
-            mean.lerp_(new_mean, step)
-            variance.lerp_(new_variance, step)
+        batches: list = [layer.num_batches_tracked for layer in layers]
+        torch._foreach_add_(batches, list(used.to(batches[0].dtype).unbind()))  # type: ignore
+        # Momentum None is the cumulative mean, as in torch.
+        momenta = [math.nan if layer.momentum is None else layer.momentum for layer in layers]
+        momentum = torch.tensor(momenta, dtype=counts.dtype).to(counts.device, non_blocking=True)
+        cumulative = 1 / torch.stack(batches).clamp(min=1)
+        steps = used * torch.where(momentum.isnan(), cumulative, momentum)
+        # All layers' numbers in one tensor: a few calls, not a dozen for each layer.
+        running: list = [vector for la in layers for vector in (la.running_mean, la.running_var)]
+        now, new = torch.cat(running), torch.cat([total[:-1] for total in totals])
+        steps, counts = (
+            torch.cat(
+                [value.expand(len(total) - 1) for value, total in zip(v, totals, strict=True)]
+            )
+            for v in (steps, counts)
+        )
+        moved = now.lerp((new / counts).to(now.dtype), steps.to(now.dtype))
+        torch._foreach_copy_(running, moved.split([len(vector) for vector in running]))  # type: ignore
 
     @torch.no_grad()
     def discard_statistics(self) -> None:
         """Drop what this window has collected (a skipped update)."""
-        for layer in self._tracked:
-            assert layer.bn_window is not None
-            layer.bn_window.zero_()
+        windows = [layer.bn_window for layer in self._tracked if layer.bn_window is not None]
+        if windows:
+            torch._foreach_zero_(windows)  # type: ignore
 
     def check_values_per_channel(self, forward: Callable[[], object]) -> None:
         """Refuse, before the first step, a layer that would see one value per channel.
