@@ -14,6 +14,7 @@ import torch
 
 from tests.conftest import REPOSITORY
 from tests.preflight_faults import BUILT, FAULTS, HANGS, Fault, after, run_preflight
+from utils.preflight.gradient import _errors
 from utils.preflight.model import judge_unused
 from utils.preflight.speed import judge_network, judge_speed
 from utils.preflight.state import checksum
@@ -327,3 +328,26 @@ def test_launched(tmp_path):
     table = done.stdout[done.stdout.index("rank  local") : done.stdout.index("preflight passed")]
     assert max(map(len, table.splitlines())) <= 100
     assert not list((tmp_path / "run").glob("check*"))  # nothing was trained
+
+
+def test_what_rounding_excuses_in_the_gradient():
+    generator = torch.Generator().manual_seed(0)
+
+    def noisy(gradients, share):
+        noise = {n: torch.randn(g.shape, generator=generator) for n, g in gradients.items()}
+        return {n: g + share * g.norm() * noise[n] / noise[n].norm() for n, g in gradients.items()}
+
+    exact = {f"p{i}": torch.randn(50, generator=generator) for i in range(6)}
+    names = list(exact)
+    plain = noisy(exact, 2e-2)  # rounding alone, in one process
+
+    def figures(ours, plain=plain):
+        found = _errors(ours, plain, exact, names, measured=True)
+        return found["excess"] > 1, found["noisy"], found["left_out"]
+
+    assert figures(noisy(exact, 1e-5)) == (False, 0, 0)  # better than the excuse: nothing hides
+    assert figures(noisy(exact, 2e-2)) == (False, 6, 0)
+    wrong = {name: 0.68 * gradient for name, gradient in exact.items()}
+    assert figures(wrong) == (True, 6, 0)
+    assert figures(wrong, noisy(exact, 5e-2)) == (False, 6, 6)  # it might be rounding
+    assert figures(noisy(exact, 1e-5), noisy(exact, 5e-2)) == (False, 0, 0)

@@ -31,13 +31,14 @@ from utils.preflight.truth import (
     sum_ratio,
     true_gradient,
 )
-from utils.preflight.verdict import MOST_NOISE, judge_gradient
+from utils.preflight.verdict import MOST_NOISE, SMALL, judge_gradient
 from utils.window import Batch, to_device
 
 # Relative error of a parameter's gradient. What rounding does to this very gradient is measured
-# (float32 against float64, in one process) and NOISE times as much is allowed on top; where that
-# is more than MOST_NOISE, an error of 1% could hide, and the parameter is left out. As configured,
-# twice the rounding of that precision in one process is allowed where it is more than LOOSE.
+# (float32 against float64, in one process) and NOISE times as much is allowed on top. Where that
+# would excuse nearly anything (MOST_NOISE), a parameter whose error is not SMALL is left out. As
+# configured, twice the rounding of that precision in one process is allowed where it is more than
+# LOOSE.
 BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-9}
 NOISE = 10.0
 LOOSE = {"bf16": 2e-2, "fp16": 1e-2}  # of the whole gradient, as configured
@@ -208,14 +209,18 @@ def _errors(ours, plain, exact, names, measured: bool) -> dict[str, Any]:
     whole = math.sqrt(sum(norm**2 for norm in norms.values())) or 1.0
     floor = 1e-3 * whole / math.sqrt(max(1, len(names)))
     bound = BOUNDS.get(torch.get_default_dtype(), 1e-5)
-    worst, excess, left_out, worst_name = 0.0, 0.0, 0, ""
+    worst, excess, worst_name = 0.0, 0.0, ""
+    noisy = left_out = 0
     for name in names:
         size = max(norms[name], floor)
         noise = float((plain[name] - exact[name]).norm()) / size if measured else 1e-5
         error = float((ours[name] - exact[name]).norm()) / size
-        if noise > MOST_NOISE:
-            left_out += 1
-        elif not error <= excess * (bound + NOISE * noise):
+        if error > SMALL:
+            noisy += noise > SMALL
+            left_out += noise > MOST_NOISE
+            if noise > MOST_NOISE:
+                continue
+        if not error <= excess * (bound + NOISE * noise):
             worst, excess, worst_name = error, error / (bound + NOISE * noise), name
     product = sum(float((ours[n] * exact[n]).sum()) for n in names)
     ratio = product / whole**2
@@ -224,6 +229,7 @@ def _errors(ours, plain, exact, names, measured: bool) -> dict[str, Any]:
         "error": worst,
         "excess": excess,
         "name": worst_name,
+        "noisy": noisy,
         "left_out": left_out,
         "count": len(names),
         "ratio": ratio,

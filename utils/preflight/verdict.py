@@ -5,7 +5,9 @@ from typing import Any
 from utils.distributed import world_size
 from utils.preflight.job import FAIL, NOT_CHECKED, PASS, WARN, Finding, Job
 
-MOST_NOISE = 1e-3  # relative error by rounding, beyond which a parameter's gradient tells nothing
+# Relative errors of a parameter's gradient: SMALL whatever rounding does; MOST_NOISE what rounding
+# alone may do (tenfold, see NOISE) for a larger error to tell anything.
+SMALL, MOST_NOISE = 1e-3, 3e-2
 SLOPE = 1e-2
 SCALING = (
     "multiply the SUM of a micro-batch's losses by window.scale, and give it to "
@@ -74,7 +76,13 @@ def judge_gradient(everyone: list[dict[str, Any]], processes: int, micro_steps: 
         )
     hook = f" ({job.comm_hook} hook: loosely below)" if job.comm_hook != "no" else ""
     where = f"{world_size()} processes x {micro_steps} micro-steps"
-    return Finding(PASS, f"{where} as in one process: {worst['error']:.0e} off at most{hook}")
+    seen = f"{where} as in one process: {worst['error']:.0e} off at most{hook}"
+    if worst["noisy"]:
+        seen += (
+            f"; rounding alone moves {worst['noisy']} of {worst['count']} gradients by more than "
+            f"{SMALL:g}, in which less than {10 * MOST_NOISE:.0%} could hide"
+        )
+    return Finding(PASS, seen)
 
 
 def _scale(ratio: float, job: Job) -> str:
