@@ -1,13 +1,16 @@
 """Curves of a run: a picture of the expected size, whatever metrics there are."""
 
 import json
+import subprocess
+import sys
 
 import numpy as np
 import PIL.Image
 import pytest
 
+from tests.conftest import REPOSITORY
 from utils.files import read_json_lines
-from utils.plots import PANELS, plot_curves, read_metrics
+from utils.plots import PANELS, group_runs, plot_comparison, plot_curves, read_metrics
 
 SIZE = (1210, 770)
 
@@ -97,3 +100,54 @@ def plot_in_own_folder(directory) -> list[str]:
 
 def test_all_processes_may_ask_and_one_draws(pool, tmp_path):
     assert pool.run(2, plot_in_own_folder, tmp_path) == [["curves.png"], []]
+
+
+# ---- Several runs -----------------------------------------------------------------------------
+
+
+def make_run(directory, config: dict | None, values: list[float]):
+    directory.mkdir()
+    write(directory, [{"step": s, "train/loss": v} for s, v in enumerate(values, 1)])
+    if config is not None:
+        (directory / "config.json").write_text(json.dumps({"versions": {}, **config}))
+    return directory
+
+
+def test_seeds_are_one_group_and_recipes_are_told_apart(tmp_path):
+    runs = [
+        make_run(tmp_path / f"{lr}_{seed}", {"lr": lr, "seed": seed, "lr_used": lr / 2}, [seed])
+        for lr in (0.1, 0.2)
+        for seed in (0, 1, 2)
+    ]
+    runs.append(make_run(tmp_path / "bare", None, [5.0]))
+    groups = group_runs(runs)
+    assert {name: len(members) for name, members in groups.items()} == {
+        "lr=0.1": 3,
+        "lr=0.2": 3,
+        "run=bare": 1,
+    }
+    assert [run["train/loss"][1] for run in groups["lr=0.2"]] == [[0], [1], [2]]
+    assert list(group_runs(runs[:3])) == ["0.1_0"]  # nothing differs but the seed
+
+
+def test_a_comparison_shows_mean_and_band(tmp_path):
+    one = make_run(tmp_path / "one", {"lr": 1, "seed": 0}, [1.0, 1.0, 1.0])
+    two = make_run(tmp_path / "two", {"lr": 1, "seed": 1}, [3.0, 3.0, 3.0, 3.0])
+    plot_comparison([one], tmp_path / "a.png")
+    plot_comparison([one, two], tmp_path / "b.png")
+    counts = []
+    for name in "ab":
+        with PIL.Image.open(tmp_path / f"{name}.png") as image:
+            red, _, blue = np.asarray(image.convert("RGB")).astype(int).transpose(2, 0, 1)
+            counts.append((blue - red > 30).sum())  # the band is light blue
+    assert counts[1] > 10 * counts[0] > 0
+
+
+def test_the_command(tmp_path):
+    run = make_run(tmp_path / "run", None, [2.0, 1.0])
+    command = [sys.executable, "utils/plots.py", str(run), "-o", str(tmp_path / "out.png")]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0 and (tmp_path / "out.png").stat().st_size > 1000
+    command[2] = str(tmp_path)
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 2 and "it has no metrics.jsonl" in done.stderr

@@ -1,10 +1,23 @@
-"""Curves of a run as a PNG, from its metrics.jsonl alone."""
+"""Curves of a run as a PNG, from its metrics.jsonl; or of several, to compare them:
 
+    python utils/plots.py RUN [RUN ...] -o compare.png
+
+Runs of one recipe that differ in their seed are one line, their mean, in a band from the lowest to
+the highest.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # Python has put utils/ itself here, where names are those of modules
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from utils.console import warn
 from utils.distributed import rank
-from utils.files import read_json_lines
+from utils.files import read_json, read_json_lines
 
 # (file's keys, title, unit on the axis); the first colours of Okabe and Ito's colour-blind set.
 PANELS = (
@@ -13,12 +26,20 @@ PANELS = (
     (("train/lr",), "learning rate", "step size"),
     (("perf/examples_per_second",), "throughput", "examples per second"),
 )
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+STYLES = ("-", "--", ":")  # of a panel's keys, where the colours tell the recipes apart
+# In config.json, but no setting of its own by which a run could be told from others.
+DERIVED = set(
+    "accumulation lr_used total_steps steps_per_epoch num_parameters num_processes data_fingerprint"
+    " output_dir resume tracker wandb_run_id git_commit stop_after save_every keep_checkpoints"
+    " log_every hang_timeout num_workers profile preflight eval_only".split()
+)
+Series = dict[str, tuple[list[int], list[float]]]
 
 
-def read_metrics(path: Path) -> dict[str, tuple[list[int], list[float]]]:
+def read_metrics(path: Path) -> Series:
     """Series by key: steps and values, from a metrics.jsonl; null values are left out."""
-    series: dict[str, tuple[list[int], list[float]]] = {}
+    series: Series = {}
     for entry in read_json_lines(path):
         for key, value in entry.items():
             if key != "step" and isinstance(value, int | float):
@@ -57,3 +78,80 @@ def plot_curves(run_directory: Path) -> None:
     except OSError as error:
         temporary.unlink(missing_ok=True)
         warn(f"curves.png not written: {error}")
+
+
+def group_runs(runs: Sequence[Path]) -> dict[str, list[Series]]:
+    """The runs' series by what their legend says: the settings in which the recipes differ.
+
+    A run without config.json is a recipe of its own, with its directory's name.
+    """
+    recipes: list[dict[str, Any]] = []
+    for run in runs:
+        config = read_json(run / "config.json")
+        known = config if isinstance(config, dict) else {"run": run.name}
+        named = {k: v for k, v in known.items() if k not in DERIVED and not isinstance(v, dict)}
+        recipes.append({k: v for k, v in named.items() if k != "seed"})
+    keys = sorted({key for recipe in recipes for key in recipe})
+    differ = [key for key in keys if len({str(recipe.get(key)) for recipe in recipes}) > 1]
+    groups: dict[str, list[Series]] = {}
+    for run, recipe in zip(runs, recipes, strict=True):
+        name = ", ".join(f"{k}={recipe[k]}" for k in differ if k in recipe) or runs[0].name
+        groups.setdefault(name, []).append(read_metrics(run / "metrics.jsonl"))
+    return groups
+
+
+def plot_comparison(runs: Sequence[Path], output: Path) -> None:
+    """Write a PNG of the runs' curves, a colour for each recipe.
+
+    OSError when it cannot be written, FileNotFoundError for a directory without metrics.jsonl.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # heavy: imported where used
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    for run in runs:
+        if not (run / "metrics.jsonl").is_file():
+            raise FileNotFoundError(f"{run} is no run: it has no metrics.jsonl")
+    groups = group_runs(runs)
+    figure = Figure(figsize=(11, 7 + 0.25 * len(groups)), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, (keys, title, unit) in zip(figure.subplots(2, 2).flat, PANELS, strict=True):
+        for key, style in zip(keys, STYLES, strict=False):
+            for number, members in enumerate(groups.values()):
+                lines = [dict(zip(*run[key], strict=True)) for run in members if key in run]
+                steps = sorted(set.intersection(*map(set, lines))) if lines else []
+                values = [[line[step] for line in lines] for step in steps]
+                color = COLORS[number % len(COLORS)]
+                means = [sum(at) / len(at) for at in values]
+                marker = "o" if len(steps) < 60 else None
+                axes.plot(steps, means, style, color=color, marker=marker, markersize=3)
+                low, high = [min(at) for at in values], [max(at) for at in values]
+                axes.fill_between(steps, low, high, color=color, alpha=0.2, linewidth=0)
+        axes.set(title=title, xlabel="update", ylabel=unit)
+        axes.grid(alpha=0.3)
+        found = [key for key in keys if any(key in run for of in groups.values() for run in of)]
+        styles = [Line2D([], [], color="grey", linestyle=STYLES[keys.index(k)]) for k in found]
+        if styles:
+            axes.legend(styles, found)
+    names = [f"{name} ({len(of)} runs)" if len(of) > 1 else name for name, of in groups.items()]
+    colors = [Line2D([], [], color=COLORS[i % len(COLORS)]) for i in range(len(names))]
+    figure.legend(colors, names, loc="outside lower center")
+    figure.savefig(output, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run directory")
+    parser.add_argument("-o", "--output", type=Path, default=Path("compare.png"), help="the PNG")
+    arguments = parser.parse_args()
+    try:
+        plot_comparison(arguments.runs, arguments.output)
+    except OSError as error:
+        parser.error(str(error))  # exit code 2
+    print(arguments.output)
+
+
+if __name__ == "__main__":
+    main()
