@@ -43,6 +43,7 @@ def test_exit_status_of_overhead(ratio, status, capsys):
     assert f"2 x float32 {ratio:.3f} ({ratio:.3f} to {ratio:.3f})" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_throughput(one_core, tmp_path, capsys):
     tiny = "--rounds 1 --updates 1 --calibration-rounds 0 --images 300 --processes 1"
     tiny += " --precisions float32 --compile off --only nowhere"
@@ -74,6 +75,7 @@ def updates_of(name: str, precision: str) -> int:
     return len(calls)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PEERS)
 def test_peers_train(pool, name):
     if name != "bare":

@@ -50,7 +50,14 @@ def trained(pool, tmp_path_factory):
     return train(pool, 1, directory), directory
 
 
-@pytest.mark.parametrize(("processes", "micro"), [(1, 4), (2, 8), (2, 4), (4, 4)])
+@pytest.mark.parametrize(
+    ("processes", "micro"),
+    [
+        (1, 4),
+        (2, 4),
+        *(pytest.param(*layout, marks=pytest.mark.slow) for layout in [(2, 8), (4, 4)]),
+    ],
+)
 def test_layouts(pool, trained, tmp_path, processes, micro):
     expected = trained[0]
     if (processes, micro) == (1, 4):  # a group larger than what the process holds at once

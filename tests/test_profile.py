@@ -195,7 +195,7 @@ def loop_with_a_slow_part(part: str, directory: Path) -> None:
         ("transform", "data", "data: the script's own work"),
         ("forward", "forward", "forward and backward, as it should be: "),
         ("backward", "backward", "forward and backward, as it should be: "),
-        ("step", "optimizer", "optimizer: fused=True"),
+        ("step", "optimizer", "optimizer: a larger --global-batch-size"),
         ("metrics", "logging", "logging: --log-every"),
         ("evaluation", "logging", "logging: --eval-every"),
         ("saving", "logging", "logging: --save-every"),
