@@ -57,7 +57,15 @@ LOGITS = '    logits = model(batch["image"])'
 SCALED = "accelerator.backward(loss * window.scale)"
 IDS = "(images, ids, seed"
 SHARD = "ShardSampler(len(test_set), num_processes, accelerator.process_index)"
-EVALUATE = "    evaluate_all = partial(evaluate, plain_model, test_loader, to_input, device)"
+EVALUATED = "partial(evaluate, plain_model, test_loader, partial(to_input, data), device)"
+EVALUATE = f"    evaluate_all = {EVALUATED}"
+DATA_SECTION = "def to_input("
+OWN_TENSORS = """class Tensors(Tensors):
+    def __getitems__(self, ids):
+        {}
+
+
+def to_input("""
 TWO_MICRO_STEPS = {"micro_batch_size": 4}
 
 FAULTS = [
@@ -322,8 +330,11 @@ def build_model(""",
         "same samples",
         [
             (
-                "{name: values[index]",
-                "{name: values[torch.arange(len(index)) if len(index) > 1 else index]",
+                DATA_SECTION,
+                OWN_TENSORS.format(
+                    "read = list(range(len(ids))) if len(ids) > 1 else ids\n"
+                    '        return super().__getitems__(read) | {"id": torch.tensor(ids)}'
+                ),
             )
         ],
     ),
@@ -490,9 +501,11 @@ FAULTS += [
         "num-workers",
         [
             (
-                "        index = torch.tensor(ids, dtype=torch.int64)",
-                "        import time\n\n        time.sleep(0.05 * len(ids))\n"
-                "        index = torch.tensor(ids, dtype=torch.int64)",
+                DATA_SECTION,
+                OWN_TENSORS.format(
+                    "import time\n\n        time.sleep(0.05 * len(ids))\n"
+                    "        return super().__getitems__(ids)"
+                ),
             )
         ],
         config={"epochs": 1},

@@ -95,7 +95,7 @@ CLEAN = [
         "no augmentation",
         "",
         "",
-        [('    return to_input({**batch, "image": images})', "    return to_input(batch)")],
+        [('to_input(data, {**batch, "image": images})', "to_input(data, batch)")],
     ),
     Fault(
         "no BatchNorm, bias in front of none",

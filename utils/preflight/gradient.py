@@ -210,11 +210,12 @@ def _errors(ours, plain, exact, names, measured: bool) -> dict[str, Any]:
     floor = 1e-3 * whole / math.sqrt(max(1, len(names)))
     bound = BOUNDS.get(torch.get_default_dtype(), 1e-5)
     worst, excess, worst_name = 0.0, 0.0, ""
-    noisy = left_out = 0
+    shaky = noisy = left_out = 0
     for name in names:
         size = max(norms[name], floor)
         noise = float((plain[name] - exact[name]).norm()) / size if measured else 1e-5
         error = float((ours[name] - exact[name]).norm()) / size
+        shaky += noise > SMALL
         if error > SMALL:
             noisy += noise > SMALL
             left_out += noise > MOST_NOISE
@@ -229,6 +230,7 @@ def _errors(ours, plain, exact, names, measured: bool) -> dict[str, Any]:
         "error": worst,
         "excess": excess,
         "name": worst_name,
+        "shaky": shaky,
         "noisy": noisy,
         "left_out": left_out,
         "count": len(names),

@@ -67,7 +67,7 @@ def judge_gradient(everyone: list[dict[str, Any]], processes: int, micro_steps: 
             "normalise the inputs; a larger --bn-group",
         )
     slope = max((a["slope"] for a in everyone if a["slope"] is not None), default=0.0)
-    if slope > SLOPE:
+    if slope > SLOPE and worst["shaky"] <= worst["count"] / 2:  # else the loss itself wavers
         return Finding(
             WARN,
             f"the gradient is not the slope of the loss ({slope:.0%} off)",
