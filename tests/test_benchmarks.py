@@ -101,6 +101,7 @@ def test_bounds_of_throughput():
     assert throughput.misses(row("timm", 2, "bf16", 3.0, 0.97, compiled=True))
 
 
+@pytest.mark.slow
 def test_scaling(tmp_path, capsys):
     tiny = "--only order checkpoints --largest 5 --rounds 1 --models squeezenet1_1 --images 300"
     assert scaling.main([*tiny.split(), "--json", str(tmp_path / "scaling.json")]) == 0
@@ -112,6 +113,7 @@ def test_scaling(tmp_path, capsys):
     assert "| 10^5 |" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_accumulation_sends_the_gradient_once(pool, tmp_path):
     for micro_batch in (4, 2):
         flags = {"global_batch_size": 8, "micro_batch_size": micro_batch, "bn_group": 2}

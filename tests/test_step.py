@@ -76,7 +76,10 @@ def count_in_loop(given: dict) -> dict:
     }
 
 
-@pytest.mark.parametrize(("micro", "group", "bn"), [(32, 32, 0), (32, 64, 1), (8, 16, 1)])
+SLOW_LAYOUT = pytest.param(8, 16, 1, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("micro", "group", "bn"), [(32, 32, 0), (32, 64, 1), SLOW_LAYOUT])
 def test_host_reads_and_collectives_of_an_update(pool, tmp_path, micro, group, bn):
     given = dict(output_dir=str(tmp_path), global_batch_size=64, micro_batch_size=micro)
     given |= dict(bn_group=group, epochs=1)

@@ -209,7 +209,7 @@ def _errors(ours, plain, exact, names, measured: bool) -> dict[str, Any]:
     whole = math.sqrt(sum(norm**2 for norm in norms.values())) or 1.0
     floor = 1e-3 * whole / math.sqrt(max(1, len(names)))
     bound = BOUNDS.get(torch.get_default_dtype(), 1e-5)
-    worst, excess, worst_name = 0.0, 0.0, ""
+    worst, excess, worst_name, largest = 0.0, 0.0, "", 0.0
     shaky = noisy = left_out = 0
     for name in names:
         size = max(norms[name], floor)
@@ -221,6 +221,7 @@ def _errors(ours, plain, exact, names, measured: bool) -> dict[str, Any]:
             left_out += noise > MOST_NOISE
             if noise > MOST_NOISE:
                 continue
+        largest = max(largest, error)
         if not error <= excess * (bound + NOISE * noise):
             worst, excess, worst_name = error, error / (bound + NOISE * noise), name
     product = sum(float((ours[n] * exact[n]).sum()) for n in names)
@@ -230,6 +231,7 @@ def _errors(ours, plain, exact, names, measured: bool) -> dict[str, Any]:
         "error": worst,
         "excess": excess,
         "name": worst_name,
+        "largest": largest,
         "shaky": shaky,
         "noisy": noisy,
         "left_out": left_out,

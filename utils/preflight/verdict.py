@@ -76,7 +76,7 @@ def judge_gradient(everyone: list[dict[str, Any]], processes: int, micro_steps: 
         )
     hook = f" ({job.comm_hook} hook: loosely below)" if job.comm_hook != "no" else ""
     where = f"{world_size()} processes x {micro_steps} micro-steps"
-    seen = f"{where} as in one process: {worst['error']:.0e} off at most{hook}"
+    seen = f"{where} as in one process: {worst['largest']:.0e} off at most{hook}"
     if worst["noisy"]:
         seen += (
             f"; rounding alone moves {worst['noisy']} of {worst['count']} gradients by more than "
