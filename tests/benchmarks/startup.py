@@ -68,12 +68,13 @@ def main() -> None:
             "bare": [sys.executable, str(bare)],
             "cifar.py": [sys.executable, "train/cifar.py", "--dataset", arguments.dataset]
             + ["--global-batch-size", str(arguments.batch), "--max-steps", "1"]
-            + ["--tracker", "none", "--output-dir", f"{folder}/run", "--resume", "never"],
+            + ["--tracker", "none", "--output-dir"],
         }
         seconds = {name: [] for name in commands}
         for round_ in range(arguments.rounds + 1):  # the first one fills the machine's file cache
             for name, command in commands.items():
-                taken = seconds_to_first_update(command)
+                own = [] if name == "bare" else [f"{folder}/run{round_}"]
+                taken = seconds_to_first_update(command + own)
                 if round_:
                     seconds[name].append(taken)
     ratios = [ours / bare for bare, ours in zip(*seconds.values(), strict=True)]
