@@ -22,7 +22,8 @@ from utils.distributed import all_reduce_sum, world_size
 from utils.marks import mark
 from utils.order import MicroBatchSampler, digest
 
-PLAIN_ENGINES = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)  # whole gradients on each
+# Those that leave the whole gradient on each process.
+PLAIN_ENGINES = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 Batch = dict[str, torch.Tensor]
 
 
@@ -209,7 +210,7 @@ def gradient_norm(accelerator: Accelerator, model: torch.nn.Module) -> torch.Ten
     accelerator.clip_grad_norm_(parameters, inf) gives the same, and writes every gradient once
     more. Engines that keep shards of the gradients know its norm themselves.
     """
-    if accelerator.distributed_type in (DistributedType.NO, *PLAIN_ENGINES):
+    if accelerator.distributed_type in PLAIN_ENGINES:
         accelerator.unscale_gradients()
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         return torch.nn.utils.get_total_norm(gradients)
