@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -24,11 +25,11 @@ from utils.errors import (
     PRINT_SECONDS,
     ExplainedError,
     UsageError,
-    check_flags,
     exit_with,
     first_line,
 )
 from utils.files import read_json, read_json_lines, read_tensors, write_json, write_text
+from utils.flags import NOT_NEGATIVE, POSITIVE, RunFlags, check_flags
 
 # ---- Flags and exit codes ----------------------------------------------------------------------
 
@@ -44,13 +45,20 @@ from utils.files import read_json, read_json_lines, read_tensors, write_json, wr
     ],
 )
 def test_flags_out_of_range(rule, good, bad):
+    run = asdict(RunFlags())
     for value in good:
-        check_flags({"save_every": value, "other": -5}, **{rule: "save_every"})
+        check_flags({**run, "some_flag": value, "other": -5}, **{rule: "some_flag"})
     for value in bad:
-        with pytest.raises(UsageError, match=rf"^--save-every {value} must "):
-            check_flags({"ok": 0.5, "save_every": value}, **{rule: "ok save_every"})
+        with pytest.raises(UsageError, match=rf"^--some-flag {value} must "):
+            check_flags({**run, "ok": 0.5, "some_flag": value}, **{rule: "ok some_flag"})
     with pytest.raises(KeyError):
-        check_flags({}, positive="no_such_flag")
+        check_flags(run, positive="no_such_flag")
+
+
+@pytest.mark.parametrize("name", [*POSITIVE.split(), *NOT_NEGATIVE.split()])
+def test_common_flags_out_of_range(name):
+    with pytest.raises(UsageError, match=rf"^--{name.replace('_', '-')} -1 must "):
+        check_flags({**asdict(RunFlags()), name: -1})
 
 
 def leave(error) -> int:

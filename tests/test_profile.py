@@ -7,6 +7,7 @@ import json
 import re
 import time
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -17,7 +18,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from tests.scripts import assert_same_weights, run_cifar, small_cifar, small_data
 from utils import marks
-from utils.errors import UsageError, check_flags
+from utils.errors import UsageError
+from utils.flags import RunFlags, check_flags
 from utils.order import MicroBatchSampler, SampleOrder
 from utils.plan import plan_batches
 from utils.profile import Profiled
@@ -327,7 +329,7 @@ def test_bad_values_are_refused_first(script, value):
 
 def test_good_values():
     for value in ("", "1:1", "10:14"):
-        check_flags({"profile": value}, updates="profile")
+        check_flags(asdict(RunFlags(profile=value)))
 
 
 @pytest.mark.parametrize(("value", "fix"), [("7:9", "6:8"), ("2:20", "1:8")])

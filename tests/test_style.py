@@ -53,7 +53,8 @@ def test_length(script):
 @every_script
 def test_every_flag_explains_itself(script):
     config = importlib.import_module(f"train.{script.stem}").Config
-    lines = script.read_text().splitlines()
+    common = (REPOSITORY / "utils" / "flags.py").read_text()
+    lines = (script.read_text() + common).splitlines()
     for field in fields(config):
         line = next(line for line in lines if line.startswith(f"    {field.name}: "))
         assert re.search(r"  # \w.{5,}", line), f"{field.name} has no comment of its own"

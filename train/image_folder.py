@@ -28,8 +28,9 @@ from utils.augment import IMAGENET_MEAN, IMAGENET_STD, normalise
 from utils.batchnorm import convert_batchnorm, resolve_group
 from utils.console import Progress, say
 from utils.distributed import gather_objects, on_main_process
-from utils.errors import FINISHED, PREEMPTED, UsageError, check_flags, exit_with
+from utils.errors import FINISHED, PREEMPTED, UsageError, exit_with
 from utils.export import export_model
+from utils.flags import BatchNormGroup, RunFlags, check_flags
 from utils.guard import Guard, stopped_before_restart
 from utils.image_loading import BadImages, ImageDataset, ImageLoader, verify_images
 from utils.image_sets import open_image_sets
@@ -45,11 +46,9 @@ from utils.trackers import check_tracker
 from utils.tracking import Run, is_finished
 from utils.window import Batch, Totals, Window, WindowLoader, gradient_norm, to_device
 
-BatchNormGroup = int | Literal["auto", "device", "global"]
-
 
 @dataclass(frozen=True)
-class Config:
+class Config(RunFlags):
     # Data
     dataset: str = "photos"  # folder of train/CLASS/ and val/CLASS/ or of parquet, or a hub name
     subset: int = 0  # only the first N examples of each split, all classes in turn; 0 = all
@@ -77,23 +76,6 @@ class Config:
     label_smoothing: float = 0.1  # share of the target spread over all classes, in training only
     max_grad_norm: float = 0.0  # clip the global gradient norm; 0 = off (it is logged either way)
     seed: int = 0  # of weights, sample order and augmentation
-    # Run
-    output_dir: str = ""  # the run directory; default runs/image_folder-<date-time>
-    resume: str = "auto"  # auto = newest checkpoint in the run directory; never; or a path
-    preflight: bool = False  # check everything, print the report, exit 0 or 1 without training
-    profile: str = ""  # trace updates FIRST:LAST (10:14) and say what their time went into
-    stop_after: int = 0  # save and stop after update N, as a preemption would; 0 = off
-    eval_only: bool = False  # evaluate the resumed checkpoint, write the metrics, exit
-    save_every: int = 500  # updates between checkpoints; one at the end in any case
-    keep_checkpoints: int = 2  # newest checkpoints that stay, and the best one
-    eval_every: int = 0  # updates between evaluations, one at the end; 0 = once an epoch
-    log_every: int = 1  # updates between lines of metrics
-    tracker: Literal["wandb", "tensorboard", "none"] = "wandb"  # offline without a key or network
-    nonfinite: Literal["stop", "skip"] = "stop"  # at a NaN or infinite loss or gradient
-    hang_timeout: float = 600.0  # seconds without any progress, then stacks and an end; 0 = off
-    # Communication
-    find_unused_parameters: bool = False  # for models in which some parameters get no gradient
-    comm_hook: Literal["none", "bf16", "fp16"] = "none"  # how gradients travel between processes
 
 
 # ---- Data ------------------------------------------------------------------------------------
@@ -175,13 +157,11 @@ def main(cfg: Config) -> int:
     # ---- Setup -------------------------------------------------------------------------------
     check_flags(
         asdict(cfg),
-        positive="epochs lr save_every keep_checkpoints log_every image_size",
-        not_negative="subset max_steps lr_reference_batch momentum weight_decay "
-        "max_grad_norm stop_after eval_every hang_timeout",
+        positive="epochs lr image_size",
+        not_negative="subset max_steps lr_reference_batch momentum weight_decay max_grad_norm",
         below_one="warmup_fraction label_smoothing",
         from_minus_one="num_workers",
         share="crop_scale crop_pct",
-        updates="profile",
     )
     accelerator = open_accelerator(
         find_unused_parameters=cfg.find_unused_parameters,

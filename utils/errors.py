@@ -4,7 +4,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -34,38 +33,6 @@ class ExplainedError(RuntimeError):
 def first_line(error: Exception) -> str:
     """The first line of an error's message, or its kind when it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-def check_flags(
-    flags: dict[str, Any],
-    *,
-    positive: str = "",
-    not_negative: str = "",
-    below_one: str = "",
-    from_minus_one: str = "",
-    share: str = "",
-    updates: str = "",
-) -> None:
-    """Raise UsageError for a value out of range; the arguments are names separated by spaces."""
-    rules = (
-        (positive, lambda value: value > 0, "be greater than 0"),
-        (not_negative, lambda value: value >= 0, "not be negative"),
-        (below_one, lambda value: 0 <= value < 1, "be at least 0 and less than 1"),
-        (from_minus_one, lambda value: value >= -1, "be at least -1"),
-        (share, lambda value: 0 < value <= 1, "be greater than 0 and at most 1"),
-        (updates, _is_span, "be FIRST:LAST, updates counted from 1, such as 10:14"),
-    )
-    for names, is_good, rule in rules:
-        for name in names.split():
-            if not is_good(flags[name]):
-                raise UsageError(f"--{name.replace('_', '-')} {flags[name]} must {rule}")
-
-
-def _is_span(text: str) -> bool:
-    """Whether it is "", or two numbers in order, from 1, with a colon between them."""
-    first, colon, last = text.partition(":")
-    numbers = first.isdecimal() and last.isdecimal()
-    return not text or (bool(colon) and numbers and 1 <= int(first) <= int(last))
 
 
 def exit_with(main: Callable[[], int]) -> None:

@@ -36,7 +36,7 @@ class Profiled:
     """The windows of a loader, some of them profiled while the caller trains on them.
 
     Args:
-        updates: "FIRST:LAST", from 1, both included (errors.check_flags has seen it); "": none.
+        updates: "FIRST:LAST", from 1, both included (flags.check_flags has seen it); "": none.
         directory: of the run.
 
     Raises UsageError when there are fewer updates than LAST.
