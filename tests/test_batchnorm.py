@@ -332,7 +332,7 @@ def test_converting_again_plans_anew():
     model(torch.randn(4, 3, 4, 4))
     plan = convert_batchnorm(model, 8, 8)
     assert (first.group, plan.group, plan.num_layers) == (2, 8, 2)
-    assert model[1].bn_group == 8 and model[1].bn_window.eq(0).all()
+    assert model[1].bn_group == 8 and model[1].bn_window.total().eq(0).all()
     revert_batchnorm(model)
     assert type(model[1]) is nn.BatchNorm2d
 
@@ -475,7 +475,7 @@ def test_checkpointing_collects_once(reentrant, group):
     checkpoint(model, x, use_reentrant=reentrant).square().sum().backward()
     plain(x).square().sum().backward()
     close([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
-    assert model[1].bn_window[-1] == plain[1].bn_window[-1] == 8 // group
+    assert model[1].bn_window.total()[-1] == plain[1].bn_window.total()[-1] == 8 // group
     plan.update_running_statistics(), plan2.update_running_statistics()
     close(model.state_dict(), plain.state_dict())
 
@@ -788,7 +788,7 @@ def run_copies(port):
         torch.load(buffer, weights_only=False),
     ):
         close(other(x), expected)
-        close(other[1].bn_window, 2 * model[1].bn_window)
+        close(other[1].bn_window.total(), 2 * model[1].bn_window.total())
     # A new default process group: the old subgroups are gone with the old one.
     dist.destroy_process_group()
     os.environ["MASTER_PORT"] = str(port)
@@ -890,13 +890,13 @@ def run_formats_and_checkpointing():
         checkpoint(model, x, use_reentrant=reentrant).square().sum().backward()
         plain(x).square().sum().backward()
         close([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
-        assert model[1].bn_window[-1] == 1
+        assert model[1].bn_window.total()[-1] == 1
         plan.update_running_statistics(), plan2.update_running_statistics()
         close(model.state_dict(), plain.state_dict())
 
     with torch.no_grad():  # in train mode, as nn.BatchNorm does
         model(x)
-    assert model[1].bn_window[-1] == 1
+    assert model[1].bn_window.total()[-1] == 1
 
 
 def test_synchronised_formats_and_checkpointing(pool):

@@ -254,7 +254,9 @@ def state_after_preflight(directory: str, config: dict) -> list[str]:
         values = {f"weights {k}": v for k, v in fingerprint(job.plain_model).items()}
         values |= {f"generator {k}": repr(v) for k, v in generator_states().items()}
         values["optimizer"] = repr(job.optimizer.state_dict())
-        values["windows"] = [layer.bn_window.sum().item() for _, layer in job.bn_plan.layers]
+        values["windows"] = [
+            layer.bn_window.total().sum().item() for _, layer in job.bn_plan.layers
+        ]
         values["counters"] = (job.accelerator.step, job.sampler.start_step)
         values["modes"] = [module.training for module in job.plain_model.modules()]
         values["gradients"] = [p.grad is None for p in job.plain_model.parameters()]

@@ -50,6 +50,7 @@ def count_in_loop(given: dict) -> dict:
 
         def counted(loader):
             for one in iterate(loader):
+                assert one.total > 0  # its count has come, and belongs to the update before
                 if one.step == FIRST:
                     result["reads"] = HostReads()
                     result["reads"].__enter__()
@@ -89,10 +90,10 @@ def test_host_reads_and_collectives_of_an_update(pool, tmp_path, micro, group, b
         # Indices of the samples, which are on the host: the sampler reads them for each micro-step.
         assert reads.pop(("tolist", torch.int64)) == updates * micro_steps
         assert reads == {("tolist", torch.float64): updates}  # the one host read of an update
-        # 21 BatchNorm layers: forward and backward where they are synchronised, and the window's
-        # statistics once; one bucket of gradients, the count, and the figures.
+        # 21 BatchNorm layers: forward and backward where they are synchronised; one bucket of
+        # gradients, the count, and the figures with the window's statistics.
         layers = 21 * 2 * micro_steps if bn else 0
-        assert sum(found["collectives"].values()) == updates * (layers + 1 + 1 + 1 + 1)
+        assert sum(found["collectives"].values()) == updates * (layers + 1 + 1 + 1)
 
 
 def run_compiled(backend: str, given: dict, data) -> list[int]:

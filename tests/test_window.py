@@ -245,8 +245,8 @@ def reduce_figures(size, count):
         step=1,
         epoch=0,
         batches=[],
-        total=torch.tensor(count),
-        scale=torch.ones(()),
+        counted=lambda: torch.tensor(count),
+        shares=size,
         digest=DIGESTS[rank],
         wait_seconds=float(rank),
     )

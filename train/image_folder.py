@@ -272,7 +272,9 @@ def main(cfg: Config) -> int:
                     else:  # only measured
                         norm = gradient_norm(accelerator, model)
                     # The update's one host read. Not finite: all stop here, or leave it out.
-                    totals = window.reduce(torch.stack(losses), norm, guard.stop_requested)
+                    totals = window.reduce(
+                        torch.stack(losses), norm, guard.stop_requested, bn_plan.statistics()
+                    )
                     totals = guard.check(window, totals, accelerator.scaler)
                     if totals.skipped:
                         bn_plan.discard_statistics()

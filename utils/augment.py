@@ -46,8 +46,9 @@ def random_crop_flip(
         columns = torch.where(mirrored[:, None], width - 1 - columns, columns)
     rows = _reflect(top + torch.arange(height, device=images.device), height)  # (B, H)
     columns = _reflect(left + columns, width)
-    sample = torch.arange(len(ids), device=images.device)[:, None, None]
-    place = (sample * height + rows[:, :, None]) * width + columns[:, None, :]  # (B, H, W)
+    rows += torch.arange(len(ids), device=images.device)[:, None] * height  # of all images
+    index = torch.int32 if images.numel() < 2**31 else torch.int64  # half the bytes
+    place = (rows * width).to(index)[:, :, None] + columns.to(index)[:, None, :]  # (B, H, W)
     # Whole pixels by one index: twice as fast on a CPU as an index for each dimension.
     pixels = images.permute(0, 2, 3, 1).reshape(-1, images.shape[1])  # (B * H * W, C)
     cropped = pixels.index_select(0, place.flatten()).view(*place.shape, -1)
@@ -59,10 +60,12 @@ def normalise(images: torch.Tensor, mean: list[float], std: list[float]) -> torc
 
     `mean` and `std` are per channel, of images in [0, 1].
     """
-    images = images.to(torch.get_default_dtype(), memory_format=torch.channels_last)
-    levels = torch.tensor([mean, std], dtype=images.dtype).mul(255)[..., None, None]
-    shift, scale = levels.to(images.device, non_blocking=True)  # (C, 1, 1); the host does not wait
-    return (images - shift).div_(scale)
+    pixels = images.permute(0, 2, 3, 1).to(torch.get_default_dtype(), copy=True).contiguous()
+    # By whole rows: runs of C numbers are too short for a CPU's vector instructions.
+    levels = torch.tensor([mean, std], dtype=pixels.dtype).mul(255).repeat(1, pixels.shape[2])
+    shift, scale = levels.to(images.device, non_blocking=True)  # (W * C); the host does not wait
+    pixels.flatten(2).sub_(shift).div_(scale)
+    return pixels.permute(0, 3, 1, 2)
 
 
 def whitening_filters(images: torch.Tensor, size: int, epsilon: float = 5e-4) -> torch.Tensor:

@@ -9,6 +9,7 @@ groups of the window, so they are the same on every rank and in every layout.
     group, advice = resolve_group(cfg.bn_group, micro_batch_size, num_processes)
     plan = convert_batchnorm(model, group, micro_batch_size)   # before optimizer and prepare
     ...                                                        # forwards and backwards of a window
+    totals = window.reduce(..., plan.statistics())             # over the processes, in place
     plan.update_running_statistics()                           # or plan.discard_statistics()
 
 In shape comments: C channels. The arithmetic is in utils/batchnorm_functions.py.
@@ -30,6 +31,7 @@ from utils.batchnorm_functions import (
     chunked,
     plain,
     row_dtype,
+    statistics_dtype,
     subgroup,
     synchronised,
 )
@@ -83,7 +85,7 @@ class GroupBatchNorm(_BatchNorm):
     bn_group: int  # examples that share statistics
     bn_ranks: int  # neighbouring ranks that share them; 1: none
     bn_frozen: bool  # stays in evaluation mode
-    bn_window: Tensor | None  # (2C + 1) sum of the window's rows; None: collects nothing
+    bn_window: "WindowStatistics | None"  # None: collects nothing
     bn_dims: int = 0  # dimensions of the last input, kept where the class does not tell them
 
     def forward(self, input: Tensor) -> Tensor:
@@ -91,17 +93,18 @@ class GroupBatchNorm(_BatchNorm):
             return super().forward(input)
         self._check_input_dim(input)
         args = input, at_least_float32(self.weight), at_least_float32(self.bias), self.eps
+        window = self.bn_window
+        one_group = self.bn_ranks == 1 and 0 < len(input) <= self.bn_group
+        if one_group and not torch.compiler.is_compiling():
+            return plain(*args, *(window.next_row() if window is not None else (None, None)))
         if self.bn_ranks > 1:
             output, row = synchronised(*args, self.bn_ranks)
-        elif 0 < len(input) <= self.bn_group:
-            output, row = plain(*args)
-        elif len(input) == 0 or torch.compiler.is_compiling():
+        elif one_group or len(input) == 0 or torch.compiler.is_compiling():
             output, row = chunked(*args, self.bn_group)
         else:
             output, row = GhostSplit.apply(*args, self.bn_group)  # type: ignore
-        if self.bn_window is not None and not _is_recomputing():
-            with torch.no_grad():
-                self.bn_window.add_(row)
+        if window is not None and not _is_recomputing():
+            window.sums.add_(row)
         return output
 
     def train(self, mode: bool = True):
@@ -109,11 +112,41 @@ class GroupBatchNorm(_BatchNorm):
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
-        window = _empty_window(self)
-        if self.bn_window is not None and window is not None:
-            if window.device != self.bn_window.device:  # moved before training
-                self.bn_window = window
+        if self.bn_window is not None and isinstance(self.running_mean, Tensor):
+            if self.running_mean.device != self.bn_window.sums.device:  # moved before training
+                self.bn_window = WindowStatistics(self.running_mean)
         return self
+
+
+class WindowStatistics:
+    """What one layer has collected in this window: the sum of its rows (2C + 1).
+
+    The row of the last forward stays apart: torch's op writes mean and variance into it, which
+    costs a training step nothing, and most windows have no more than one forward.
+
+    Args:
+        like: the layer's running mean (C).
+    """
+
+    def __init__(self, like: Tensor):
+        channels = len(like)
+        self.sums = like.new_zeros(2 * channels + 1, dtype=row_dtype(like))
+        self.last = torch.ones_like(self.sums, dtype=statistics_dtype(like))  # its count stays 1
+        self.values = self.last[:-1]
+        self.mean_and_variance = self.values.split(channels)
+        self.has_last = False
+
+    def next_row(self) -> tuple[Tensor, ...]:
+        """Where the next forward writes its mean and unbiased variance (C)."""
+        if _is_recomputing():  # what is written has been collected
+            return self.values.clone().split(len(self.values) // 2)
+        if self.has_last:
+            self.sums.add_(self.last)
+        self.has_last = True
+        return self.mean_and_variance
+
+    def total(self) -> Tensor:
+        return self.sums + self.last if self.has_last else self.sums.clone()
 
 
 class GroupBatchNorm1d(GroupBatchNorm, nn.BatchNorm1d): ...
@@ -147,13 +180,6 @@ PLAIN_OF_DIMS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.
 def _is_recomputing() -> bool:
     """Whether activation checkpointing runs this forward again, inside a backward pass."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-
-
-def _empty_window(layer: nn.Module) -> Tensor | None:
-    mean = layer.running_mean
-    if not isinstance(mean, Tensor):
-        return None
-    return mean.new_zeros(2 * len(mean) + 1, dtype=row_dtype(mean))
 
 
 # ---- Conversion and plan --------------------------------------------------------------------
@@ -198,7 +224,8 @@ def convert_batchnorm(model: nn.Module, group: int, micro_batch_size: int) -> "B
             layer.__dict__.pop("process_group", None)  # torch.nn.SyncBatchNorm's
             layer.__class__ = GROUPED[type(layer)]
         layer.bn_group, layer.bn_ranks, layer.bn_frozen = group, ranks, frozen  # type: ignore
-        layer.bn_window = None if frozen else _empty_window(layer)  # type: ignore
+        mean = None if frozen else layer.running_mean
+        layer.bn_window = None if mean is None else WindowStatistics(mean)  # type: ignore
         active += [] if frozen else [(name, layer)]
     _exempt_from_broadcast(model)
     if ranks > 1:
@@ -272,10 +299,16 @@ class BatchNormPlan:
     implementation: str  # plain, ghost split or synchronised
     ranks_sharing: int  # neighbouring ranks whose examples form one group; 1: none
     layers: list[tuple[str, GroupBatchNorm]] = field(repr=False)  # without the frozen ones
+    _taken: Tensor | None = field(default=None, init=False, repr=False)  # by `statistics`
+    _places: tuple[Tensor, ...] | None = field(default=None, init=False, repr=False)
 
     @property
     def _tracked(self) -> list[GroupBatchNorm]:
         return [layer for _, layer in self.layers if layer.bn_window is not None]
+
+    @property
+    def _windows(self) -> list[WindowStatistics]:
+        return [layer.bn_window for _, layer in self.layers if layer.bn_window is not None]
 
     def collectives_per_update(self, accumulation: int) -> int:
         """Collectives that each rank enters per update for BatchNorm.
@@ -308,53 +341,74 @@ class BatchNormPlan:
 
     def as_dict(self) -> dict[str, Any]:
         """The plan for config.json; "ranks" are those that share statistics."""
-        plan = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "layers"}
+        plan = {f.name: getattr(self, f.name) for f in fields(self) if f.repr}
         size, fixed_bytes = self.ranks_sharing, self.bytes_per_update(0)
         plan["ranks"] = [list(range(i, i + size)) for i in range(0, self.num_processes, size)]
         plan["bytes_per_update"] = fixed_bytes
         plan["bytes_per_micro_step"] = self.bytes_per_update(1) - fixed_bytes
         return plan
 
+    def statistics(self) -> Tensor:
+        """What this process has collected in the window: all layers' sums (float64, 1-d).
+
+        Whoever takes them sums them over all processes, in place, along with something else that
+        is summed then (Window.reduce); `update_running_statistics` does it where nobody has.
+        """
+        windows = self._windows
+        if not windows:
+            return torch.zeros(0, dtype=torch.float64)
+        last = [w.last if w.has_last else torch.zeros_like(w.last) for w in windows]
+        self._taken = torch.cat([w.sums for w in windows]).add_(torch.cat(last))
+        return self._taken
+
     @torch.no_grad()
     def update_running_statistics(self) -> None:
         """One momentum step with the unweighted mean over all groups of the window.
 
         All ranks call it once per update, after the window's last backward. A layer that no rank
-        has used keeps its statistics. One all-reduce for all layers; the host reads nothing.
+        has used keeps its statistics. The host reads nothing.
         """
         layers = self._tracked
         if not layers:
             return
-        windows = [layer.bn_window for layer in layers if layer.bn_window is not None]
-        totals = all_reduce_sum(torch.cat(windows)).split([len(window) for window in windows])
+        totals = all_reduce_sum(self.statistics()) if self._taken is None else self._taken
         self.discard_statistics()
-        counts = torch.stack([total[-1] for total in totals])
+        sizes = [2 * layer.num_features for layer in layers]
+        if self._places is None or self._places[0].device != totals.device:
+            numbers = torch.arange(len(layers)).repeat_interleave(torch.tensor(sizes))
+            counts_at = torch.tensor(sizes).cumsum(0) + torch.arange(len(layers))
+            places = numbers, counts_at, torch.arange(sum(sizes)) + numbers
+            self._places = tuple(place.to(totals.device) for place in places)
+        layer_of, count_at, value_at = self._places  # of each value, of each layer, of each value
+        counts = totals.index_select(0, count_at)
         used, counts = counts > 0, counts.clamp(min=1)
         batches: list = [layer.num_batches_tracked for layer in layers]
         torch._foreach_add_(batches, list(used.to(batches[0].dtype).unbind()))  # type: ignore
         # Momentum None is the cumulative mean, as in torch.
         momenta = [math.nan if layer.momentum is None else layer.momentum for layer in layers]
         momentum = torch.tensor(momenta, dtype=counts.dtype).to(counts.device, non_blocking=True)
-        cumulative = 1 / torch.stack(batches).clamp(min=1)
-        steps = used * torch.where(momentum.isnan(), cumulative, momentum)
+        if any(layer.momentum is None for layer in layers):
+            momentum = torch.where(
+                momentum.isnan(), 1 / torch.stack(batches).clamp(min=1), momentum
+            )
         # All layers' numbers in one tensor: a few calls, not a dozen for each layer.
         running: list = [vector for la in layers for vector in (la.running_mean, la.running_var)]
-        now, new = torch.cat(running), torch.cat([total[:-1] for total in totals])
-        steps, counts = (
-            torch.cat(
-                [value.expand(len(total) - 1) for value, total in zip(v, totals, strict=True)]
-            )
-            for v in (steps, counts)
-        )
-        moved = now.lerp((new / counts).to(now.dtype), steps.to(now.dtype))
-        torch._foreach_copy_(running, moved.split([len(vector) for vector in running]))  # type: ignore
+        now = torch.cat(running)
+        new = totals.index_select(0, value_at) / counts.index_select(0, layer_of)
+        steps = (used * momentum).index_select(0, layer_of)
+        moved = now.lerp(new.to(now.dtype), steps.to(now.dtype))
+        moved = moved.split([len(vector) for vector in running])
+        torch._foreach_copy_(running, moved)  # type: ignore
 
     @torch.no_grad()
     def discard_statistics(self) -> None:
         """Drop what this window has collected (a skipped update)."""
-        windows = [layer.bn_window for layer in self._tracked if layer.bn_window is not None]
-        if windows:
-            torch._foreach_zero_(windows)  # type: ignore
+        self._taken = None
+        windows = self._windows
+        for window in windows:
+            window.has_last = False
+        if windows:  # of the last rows too: torch's op multiplies what it writes over by 0
+            torch._foreach_zero_([w.sums for w in windows] + [w.values for w in windows])  # type: ignore
 
     def check_values_per_channel(self, forward: Callable[[], object]) -> None:
         """Refuse, before the first step, a layer that would see one value per channel.

@@ -1,7 +1,7 @@
 """BatchNorm's arithmetic by groups: plain, ghost split, synchronised (utils/batchnorm.py).
 
-Each implementation returns the output and a row (2C + 1): the sum over its groups of the means and
-of the unbiased variances, and the number of groups. The rows of a window are added up.
+Each implementation gives the output and a row (2C + 1): the sum over its groups of the means and of
+the unbiased variances, and the number of groups. The rows of a window are added up.
 
 In shape comments: B examples of this rank's micro-batch, C channels, R ranks that share.
 """
@@ -49,7 +49,7 @@ def row_dtype(x: Tensor) -> torch.dtype:
     return torch.float32 if x.device.type == "mps" else torch.float64
 
 
-def _statistics_dtype(x: Tensor) -> torch.dtype:
+def statistics_dtype(x: Tensor) -> torch.dtype:
     return torch.float32 if x.dtype in HALF else x.dtype
 
 
@@ -57,19 +57,18 @@ def at_least_float32(vector: Tensor | None) -> Tensor | None:
     return vector.float() if vector is not None and vector.dtype in HALF else vector
 
 
-def plain(x: Tensor, weight, bias, eps: float) -> tuple[Tensor, Tensor]:
-    """BatchNorm of all of x (B, C, ...), B > 0, by torch's own op; in as few calls as can be."""
-    channels = x.shape[1]
-    row = x.new_ones(2 * channels + 1, dtype=_statistics_dtype(x))  # the last is the count
-    # Momentum 1 writes mean and unbiased variance over what was there.
-    mean, variance = row[:channels], row[channels:-1]
-    return F.batch_norm(x, mean, variance, weight, bias, True, 1.0, eps), row
+def plain(x: Tensor, weight, bias, eps: float, mean, variance) -> Tensor:
+    """BatchNorm of all of x (B, C, ...), B > 0, by torch's own op.
+
+    It writes mean and unbiased variance over what was in `mean` and `variance` (C), if given.
+    """
+    return F.batch_norm(x, mean, variance, weight, bias, True, 1.0, eps)
 
 
 def chunked(x: Tensor, weight, bias, eps: float, group: int) -> tuple[Tensor, Tensor]:
     """Plain BatchNorm of each chunk of `group` examples of x (B, C, ...), by torch's own op."""
     chunks, channels = x.split(group), x.shape[1]
-    rows = x.new_zeros(len(chunks), 2 * channels + 1, dtype=_statistics_dtype(x))
+    rows = x.new_zeros(len(chunks), 2 * channels + 1, dtype=statistics_dtype(x))
     rows[:, -1] = 1 if len(x) else 0
     outputs = []
     for chunk, row in zip(chunks, rows, strict=True):
@@ -91,7 +90,7 @@ class GhostSplit(torch.autograd.Function):
         if len(chunks[-1]) * x[0, 0].numel() == 1:
             raise ValueError(f"one value per channel in the last chunk of {tuple(x.shape)}")
         output = torch.empty_like(x)
-        rows = x.new_zeros(len(chunks), 2 * channels + 1, dtype=_statistics_dtype(x))
+        rows = x.new_zeros(len(chunks), 2 * channels + 1, dtype=statistics_dtype(x))
         rows[:, -1] = 1
         saved = rows.new_empty(len(chunks), 2, channels)  # mean, 1 / deviation
         for chunk, out, row, save in zip(chunks, output.split(group), rows, saved, strict=True):
@@ -165,7 +164,7 @@ class _Synchronised(torch.autograd.Function):
         x = _dense(x) if kernel else x
         dims, channels = [d for d in range(x.dim()) if d != 1], x.shape[1]
         count, shifted = x.numel() // channels, x
-        centre = x.new_zeros(channels, dtype=_statistics_dtype(x))
+        centre = x.new_zeros(channels, dtype=statistics_dtype(x))
         local = x.new_zeros(2 * channels + 1, dtype=row_dtype(x))  # mean, M2, count
         local[-1] = count
         if kernel:
@@ -243,7 +242,7 @@ class _Synchronised(torch.autograd.Function):
 def _per_channel(x: Tensor, *vectors: Tensor) -> list[Tensor]:
     """Vectors (C) in the shape and dtype that broadcast along x (B, C, ...)."""
     shape = 1, -1, *[1] * (x.dim() - 2)
-    return [vector.to(_statistics_dtype(x)).view(shape) for vector in vectors]
+    return [vector.to(statistics_dtype(x)).view(shape) for vector in vectors]
 
 
 def _has_kernels(x: Tensor) -> bool:

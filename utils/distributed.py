@@ -71,6 +71,25 @@ def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def start_all_reduce_sum(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Begin to sum over all processes, in place; the function returned waits, and gives `tensor`.
+
+    An accelerator waits, not the host.
+    """
+    if world_size() == 1:
+        return lambda: tensor
+    work = dist.all_reduce(tensor, async_op=True)
+
+    def finish() -> torch.Tensor:
+        nonlocal work
+        if work is not None:
+            work.wait()
+            work = None
+        return tensor
+
+    return finish
+
+
 def gather_objects(value: T) -> Sequence[T]:
     """Every process's value, in the order of ranks, on every process."""
     if world_size() == 1:

@@ -146,8 +146,8 @@ class Guard:
         """
         if totals.stop:
             self._stop()
-        overflow = scaler is not None and totals.bad_grad_norm and not totals.bad_losses
-        bad = not totals.skipped and (totals.bad_losses or totals.bad_grad_norm) and not overflow
+        overflow = scaler is not None and totals.bad_grad_norm and not totals.bad_loss
+        bad = not totals.skipped and (totals.bad_loss or totals.bad_grad_norm) and not overflow
         self._overflows_in_a_row = self._overflows_in_a_row + 1 if overflow else 0
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if bad else 0
         if bad:

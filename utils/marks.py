@@ -7,11 +7,10 @@ something of its own takes long.
 from collections.abc import Callable
 from typing import NamedTuple
 
-# In the order of one update; "reduce counts" waits for the window's number of valid elements.
+# In the order of one update.
 PHASES = (
     "start",
     "data",
-    "reduce counts",
     "forward",
     "backward",
     "reduce",

@@ -30,7 +30,7 @@ def describe_nonfinite(
     With `keep` the micro-batches that have it go to RUN/nonfinite/, to reproduce it.
     """
     inputs, micro_steps = _find_bad(window)
-    kept = micro_steps or ([] if totals.bad_losses else list(range(len(window.batches))))
+    kept = micro_steps or ([] if totals.bad_loss else list(range(len(window.batches))))
     path = directory / "nonfinite" / f"step_{window.step:08d}_rank_{rank()}.pt"
     if kept and keep:
         batches = [{k: v.cpu() for k, v in window.batches[i].items()} for i in kept]

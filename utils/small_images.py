@@ -45,20 +45,29 @@ class Tensors(Dataset):
     """
 
     def __init__(self, device: torch.device | str = "cpu", **tensors: torch.Tensor):
-        self.tensors = {name: values.to(device) for name, values in tensors.items()}
+        # Images pixel by pixel, (N, H, W, C): as crops, and convolutions on a CPU, want them.
+        self.tensors = {
+            name: (values.movedim(1, -1) if values.dim() == 4 else values).contiguous().to(device)
+            for name, values in tensors.items()
+        }
         self.device = torch.device(device)
 
     def __len__(self) -> int:
         return len(next(iter(self.tensors.values())))
 
     def __getitems__(self, ids: list[int]) -> dict[str, torch.Tensor]:
-        """These samples, where the tensors are, and their "id" (int64, on the CPU)."""
+        """These samples, where the tensors are, and their "id" (int64, on the CPU).
+
+        Images are (B, C, H, W), channels_last in memory.
+        """
         index = torch.tensor(ids, dtype=torch.int64)
-        batch = {
-            name: values[index.to(values.device, non_blocking=True)]
-            for name, values in self.tensors.items()
+        place = index.to(self.device, non_blocking=True)
+        # Copies whole samples; an index in brackets takes them apart.
+        batch = {name: values.index_select(0, place) for name, values in self.tensors.items()}
+        images = {
+            name: values.movedim(-1, 1) for name, values in batch.items() if values.dim() == 4
         }
-        return batch | {"id": index}
+        return batch | images | {"id": index}
 
 
 class TensorLoader(DataLoader):

@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch.utils.data import DataLoader
 
-from utils.distributed import all_reduce_sum, world_size
+from utils.distributed import all_reduce_sum, start_all_reduce_sum, world_size
 from utils.marks import mark
 from utils.order import MicroBatchSampler, digest
 
@@ -37,7 +37,7 @@ class Totals(NamedTuple):
     wait_seconds: float  # mean over the processes of the time spent waiting for this window
     skipped: bool = False  # whether the update left (or must leave) the weights as they were
     stop: bool = False  # whether a process has been told to stop
-    bad_losses: int = 0  # processes whose own loss is NaN or infinite
+    bad_loss: bool = False  # whether the loss of any process is NaN or infinite
     bad_grad_norm: bool = False  # whether the gradient's norm is, on any process
 
 
@@ -61,8 +61,9 @@ class Window:
     Attributes:
         step: this update's number, from 1; `epoch`: from 0.
         batches: `accumulation` micro-batches on the device.
-        total: int64 0-d tensor, valid elements of the window over all processes; not read yet.
-        scale: 0-d tensor P * A / total, the factor of each micro-step's loss sum.
+        counted: waits for the number of valid elements over all processes (int64, 0-d), which is
+            on its way while the first forward computes.
+        shares: P * A, the number of micro-batches of the window over all processes.
         digest: of this process's samples.
         wait_seconds: how long this process waited for the data.
         prepare_next: fetches the next window's data while the accelerator computes this one.
@@ -72,15 +73,29 @@ class Window:
     step: int
     epoch: int
     batches: list[Batch]
-    total: torch.Tensor
-    scale: torch.Tensor
+    counted: Callable[[], torch.Tensor]
+    shares: int
     digest: int
     wait_seconds: float
     prepare_next: Callable[[], None] = lambda: None
     losses: torch.Tensor | None = None
 
+    @property
+    def total(self) -> torch.Tensor:
+        """Valid elements of the window over all processes: int64, 0-d; not read by the host."""
+        return self.counted()
+
+    @property
+    def scale(self) -> torch.Tensor:
+        """The factor of each micro-step's loss sum: 0-d, P * A / total."""
+        return self.shares / self.total.clamp(min=1)
+
     def reduce(
-        self, losses: torch.Tensor, grad_norm: torch.Tensor | None, stop: bool = False
+        self,
+        losses: torch.Tensor,
+        grad_norm: torch.Tensor | None,
+        stop: bool = False,
+        statistics: torch.Tensor | None = None,
     ) -> Totals:
         """Sum the update's figures over all processes: one reduction, and its one host read.
 
@@ -89,37 +104,38 @@ class Window:
             grad_norm: 0-d, of the gradient after its synchronisation, equal on all processes;
                 None (some engines do not tell it) is logged as NaN.
             stop: whether this process has been told to stop (utils/guard.py).
+            statistics: float64, 1-d: summed in place on the way (BatchNormPlan.statistics).
         """
         self.prepare_next()
         mark("reduce", self.step)
         device = _float64_device(losses.device)
         self.losses = losses.detach().to(device).double().reshape(-1)
-        bad_loss = self.losses.isfinite().all().logical_not().double().reshape(1)
-        if grad_norm is None:
-            norm, bad_norm = self.losses.new_full((1,), math.nan), self.losses.new_zeros(1)
-        else:
-            norm = grad_norm.detach().to(device).double().reshape(1)
-            bad_norm = norm.isfinite().logical_not().double()
         # The digest travels as two 32-bit halves, whose sums float64 holds exactly.
         host = [float(self.digest >> 32), float(self.digest & 0xFFFFFFFF), self.wait_seconds, stop]
-        own = torch.tensor(host, dtype=torch.float64).to(device, non_blocking=True)
-        sums = all_reduce_sum(torch.cat([self.losses.sum().reshape(1), bad_loss, bad_norm, own]))
-        shared = torch.cat([self.total.to(device).double().reshape(1), norm])
+        parts = [torch.tensor(host, dtype=torch.float64).to(device, non_blocking=True)]
+        parts += [self.losses.sum().reshape(1)]
+        if grad_norm is not None:
+            parts += [grad_norm.detach().to(device).double().reshape(1)]
+        if statistics is None or world_size() == 1:
+            sums = all_reduce_sum(torch.cat(parts))
+        else:
+            both = all_reduce_sum(torch.cat([*parts, statistics]))
+            sums, summed = both.split([len(both) - len(statistics), len(statistics)])
+            statistics.copy_(summed)
         # The host read.
-        loss, bad_losses, bad_norms, high, low, wait, stops, count, grad_norm_ = torch.cat(
-            [sums, shared]
-        ).tolist()
+        read = torch.cat([self.total.to(device).double().reshape(1), sums]).tolist()
+        count, high, low, wait, stops, loss, *norm = read
         mark("step", self.step)
         return Totals(
             count=int(count),
             loss=loss / count if count else math.nan,
-            grad_norm=grad_norm_,
+            grad_norm=norm[0] / world_size() if norm else math.nan,  # the same on each
             digest=((int(high) << 32) + int(low)) % (1 << 64),
             wait_seconds=wait / world_size(),
             skipped=not count,  # nothing to learn from
             stop=stops > 0,
-            bad_losses=int(bad_losses),
-            bad_grad_norm=bad_norms > 0,
+            bad_loss=not math.isfinite(loss),
+            bad_grad_norm=bool(norm) and not math.isfinite(norm[0]),
         )
 
 
@@ -190,15 +206,13 @@ class WindowLoader:
     ) -> Window:
         """The window of these micro-batches; all processes call it, the host reads nothing."""
         plan = self.sampler.plan
-        mark("reduce counts", step)
         total = torch.stack([self.count_valid(batch) for batch in batches]).sum()
-        all_reduce_sum(total)
         return Window(
             step=step,
             epoch=self.sampler.epoch_of(step),
             batches=MicroBatches(batches, step),
-            total=total,
-            scale=plan.num_processes * plan.accumulation / total.clamp(min=1),
+            counted=start_all_reduce_sum(total),
+            shares=plan.num_processes * plan.accumulation,
             digest=digest(ids),
             wait_seconds=wait_seconds,
         )

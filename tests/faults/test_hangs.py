@@ -37,14 +37,14 @@ def test_a_data_set_that_never_returns(tmp_path):
     job = Job(2, tmp_path / "run", "stuck_data:1:3", hang_timeout=TIMEOUT)
     output = assert_reported(job, 1, "update 3, micro-step 1, data")
     assert "job.py" in output and "getitems" in output  # the innermost script line
-    assert re.search(r"rank 0: no progress for \d+ s: update 3, reduce counts", output)
+    assert re.search(r"rank 0: no progress for \d+ s: update 3, micro-step 1, forward", output)
     waited = [float(s) for s in re.findall(r"no progress for (\d+) s", output)]
     assert min(waited) >= TIMEOUT - 1 and max(waited) <= TIMEOUT + 10
 
 
 def test_a_rank_that_leaves_the_loop_early(tmp_path):
     job = Job(2, tmp_path / "run", "leave_early:1:3", hang_timeout=TIMEOUT)
-    assert_reported(job, 1, "update 3, reduce counts")  # its last mark; rank 0 is further
+    assert_reported(job, 1, "update 3, micro-step 1, data")  # its last mark; rank 0 is further
 
 
 @pytest.mark.slow
@@ -99,9 +99,7 @@ def stands(step: int, phase: str, may_take: float = 100.0):
     return lambda now: (step, 0, phase, float(now), may_take)
 
 
-@pytest.mark.parametrize(
-    "phase, seconds", [("data", 105), ("reduce counts", 105), ("save", 305), ("forward", 105)]
-)
+@pytest.mark.parametrize("phase, seconds", [("data", 105), ("save", 305), ("forward", 105)])
 def test_patience_depends_on_the_phase(watch, phase, seconds):
     for step in (1, 2):
         mark("data", step)
