@@ -5,6 +5,7 @@ with GPUs are simulated, and Accelerate is replaced by a recorder except in the 
 """
 
 import os
+import platform
 import re
 from types import SimpleNamespace
 
@@ -240,3 +241,18 @@ def test_default_workers(clean, cores, processes, workers):
     clean.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
     clean.setenv("LOCAL_WORLD_SIZE", str(processes))
     assert start.default_workers() == workers
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+def test_freed_memory_is_used_again():
+    import resource
+
+    def page_faults() -> int:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+    start._keep_freed_memory()
+    megabytes, before = 64, page_faults()
+    for _ in range(10):
+        torch.ones(megabytes * 2**18)  # float32, freed at once
+    once = megabytes * 2**20 // resource.getpagesize()
+    assert page_faults() - before < 2 * once

@@ -105,7 +105,8 @@ def main(cfg: Config) -> int:
                 loss_sum += loss.detach()
                 if accelerator.sync_gradients:
                     norm = accelerator.clip_grad_norm_(model.parameters(), math.inf)
-                    totals = window.reduce(loss_sum, norm)  # sums over all processes
+                    # Sums over all processes: one reduction, and the update's one host read.
+                    totals = window.reduce(loss_sum, norm, statistics=bn_plan.statistics())
                     bn_plan.update_running_statistics()
                 optimizer.step()  # Accelerate leaves both out until the last micro-step
                 optimizer.zero_grad()

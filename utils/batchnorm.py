@@ -314,7 +314,8 @@ class BatchNormPlan:
         """Collectives that each rank enters per update for BatchNorm.
 
         Two per layer and micro-step where synchronised (a layer whose input needs no gradient
-        saves one, activation checkpointing adds one), and one for all running statistics.
+        saves one, activation checkpointing adds one), and one for all running statistics, which
+        the scripts' update shares with its other figures.
         """
         synchronised = 2 * accumulation * self.num_layers if self.ranks_sharing > 1 else 0
         return synchronised + (1 if self.num_processes > 1 and self._tracked else 0)
