@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from utils.batchnorm import GroupBatchNorm
+from utils.batchnorm_layers import GroupBatchNorm
 from utils.preflight.job import FAIL, NOT_CHECKED, PASS, WARN, Finding, Job, Steps
 from utils.preflight.runner import name_ranks
 from utils.preflight.state import fingerprint, restored

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from utils.batchnorm import GroupBatchNorm
+from utils.batchnorm_layers import GroupBatchNorm
 from utils.preflight.job import Job
 from utils.window import Batch
 
