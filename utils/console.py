@@ -39,16 +39,17 @@ def warn(text: str) -> None:
 
 
 def note(text: str) -> None:
-    """A line for the main process's log file only; held until there is one."""
+    """Lines for the main process's log file only; held until there is one."""
     if rank() != 0:
         return
-    line = f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n"
+    now = time.strftime("%Y-%m-%d %H:%M:%S")
+    lines = "".join(f"{now}  {line}\n" for line in text.splitlines())
     if _log is not None:
         with suppress(OSError, ValueError):  # a full disk, or closed: it is on the console too
-            _log.write(line)
+            _log.write(lines)
             _log.flush()
     elif len(_held) < MOST_HELD:
-        _held.append(line)
+        _held.append(lines)
 
 
 def open_log(path: Path | None) -> None:
