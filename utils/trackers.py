@@ -4,9 +4,11 @@ Its calls run on a thread of their own, in order; the truth is metrics.jsonl.
 """
 
 import importlib.util
+import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -64,6 +66,7 @@ class Tracker:
     ):
         self.directory = directory
         self.failures = self.left_out = 0
+        self._left_behind = False
         self._backend: Any = None
         self._state = ""  # in which the run has ended
         self._entries: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
@@ -118,6 +121,7 @@ class Tracker:
             self._thread.join(0.1)
             mark("finish")  # it is no hang of the training
         if self._thread.is_alive():
+            self._left_behind = True
             warn(f"the tracker did not end in {seconds:.0f} s: left behind; {COMPLETE}")
             _end_wandb_service()
         elif self.failures > 1:
@@ -159,7 +163,7 @@ class Tracker:
             action()
         except Exception as failure:
             self.failures += 1
-            if self.failures == 1:
+            if self.failures == 1 and not self._left_behind:
                 warn(f"the tracker failed ({first_line(failure)}); the run and metrics.jsonl go on")
             return False
         return True
@@ -168,8 +172,14 @@ class Tracker:
 def _end_wandb_service() -> None:
     """End this process's wandb service, for which wandb would wait at exit without an end."""
     for child in psutil.Process().children():
-        try:
+        with suppress(psutil.Error):
             if "wandb-core" in child.name():
                 child.kill()
-        except psutil.Error:
-            continue
+
+    def forget_it() -> None:
+        with suppress(Exception):  # it is gone
+            sys.modules["wandb"].teardown()
+
+    thread = threading.Thread(target=forget_it, daemon=True)
+    thread.start()
+    thread.join(SHORT_FINISH_SECONDS)
