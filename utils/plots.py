@@ -29,7 +29,7 @@ PANELS = (
     (("perf/data_wait_fraction",), "waiting for data", "share of the time"),
 )
 # In shares of the picture; a layout that is computed takes longer than the drawing.
-MARGINS = dict(left=0.065, right=0.985, bottom=0.075, top=0.95, wspace=0.32, hspace=0.28)
+MARGINS = dict(left=0.07, right=0.98, bottom=0.075, top=0.95, wspace=0.32, hspace=0.28)
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 STYLES = ("-", "--", ":")  # of a panel's keys, where the colours tell the recipes apart
 # In config.json, but no setting of its own by which a run could be told from others.
@@ -75,8 +75,12 @@ def plot_curves(run_directory: Path) -> None:
         axes.set(title=title, xlabel="update", ylabel=unit)
         axes.grid(alpha=0.3)
         axes.locator_params(nbins=5)  # text is what takes the time
-        if axes.lines:
-            axes.legend(loc="upper right", fontsize=8)
+        axes.tick_params(labelsize=8)
+        if len(axes.lines) == 1:
+            axes.set_title(f"{title}: {axes.lines[0].get_label()}", fontsize=10)
+        elif axes.lines:  # losses fall, metrics rise
+            corner = "upper right" if title == "loss" else "lower right"
+            axes.legend(loc=corner, fontsize=8)
     temporary = run_directory / ".curves.tmp.png"
     try:
         figure.savefig(temporary, dpi=110)
