@@ -162,7 +162,7 @@ def test_a_read_only_run_adds_metrics_and_changes_nothing_else(tmp_path, monkeyp
             reader.log(2, {"train/loss": 9.0})  # it is there already
             reader.draw(2, lambda: PICTURE)
             assert recorder.job_type == "eval"  # to the tracker it is a run of its own
-        assert recorder.calls == [("log", 2), ("show", 2), ("finish", "finished")]
+        assert recorder.calls == [("log", 2), ("log", 2), ("show", 2), ("finish", "finished")]
         after = contents(tmp_path)
         added = after.pop("metrics.jsonl")[len(before.pop("metrics.jsonl")) :]
         assert after == before and json.loads(added) == {"step": 2, "val/accuracy": 0.5}
@@ -584,7 +584,7 @@ def test_wandb_has_all_of_a_script_s_metrics_pictures_and_summary(pool, tmp_path
     assert wandb_summary(paths[1])["val/loss"]["min"] == min(losses[1:])
     assert (tmp_path / "predictions.png").stat().st_size > 1000
     log = (tmp_path / "log.txt").read_text()
-    assert log.count("preempted: --stop-after") == 1 and log.count("  finished\n") == 1
+    assert log.count("preempted: --stop-after") == 1 and log.count("  finished  ") == 1
     assert "evaluation after" in log and "world" in log and "wandb sync" in log
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from utils.checkpoint import set_aside_newer
 from utils.console import note, open_log, warn
-from utils.distributed import on_main_process, rank
+from utils.distributed import on_main_process
 from utils.errors import ExplainedError, UsageError, first_line
 from utils.files import read_json, read_json_lines, replace_bytes, write_json, write_text
 from utils.pictures import Picture
@@ -54,7 +54,6 @@ class Run:
     ):
         self.directory = directory
         self.step = resume_step
-        self._is_main = rank() == 0
         self._read_only = read_only
         self._ended: tuple[str, str] | None = None
         self._tracker: Tracker | None = None
@@ -91,7 +90,7 @@ class Run:
         # Keys of the latest step: a resumed run may log some of its first step's again.
         self._logged = {key for entry in entries if entry["step"] == self.step for key in entry}
         self._logged_step = self.step
-        if self._read_only:  # to the tracker it is a run of its own
+        if self._read_only:
             self._tracker = Tracker(
                 tracker, self.directory, os.urandom(4).hex(), config, job_type="eval"
             )
@@ -112,11 +111,15 @@ class Run:
 
     def log(self, step: int, values: Mapping[str, float | int | str]) -> None:
         """Write metrics of update `step` to metrics.jsonl and the tracker."""
-        if not self._is_main:
+        if self._tracker is None:
             return
         if step != self._logged_step:
             self._logged, self._logged_step = set(), step
         fresh = {key: value for key, value in values.items() if key not in self._logged}
+        if self._read_only:  # to the tracker it is a run of its own, which has none of them yet
+            self._tracker.log(step, dict(values))
+        elif fresh:
+            self._tracker.log(step, fresh)
         if not fresh:
             return
         self._logged.update(fresh)
@@ -127,8 +130,6 @@ class Run:
         except OSError as error:
             path = self.directory / METRICS
             raise ExplainedError(f"{path} cannot be written: {error}") from error
-        if self._tracker is not None:
-            self._tracker.log(step, fresh)
 
     def draw(self, step: int, draw_picture: Callable[[], Picture] | None = None) -> None:
         """Draw the curves, and the picture of the evaluation after update `step`, where it has one.
@@ -184,8 +185,8 @@ class Run:
         if not self._read_only:
             self._heartbeat.join()
             self._write_status(state, reason)
-            note(f"{state}{reason and ': ' + reason}")
             if state != "finished":
+                note(f"{state}: {reason}")
                 self._tracker.alert(state, reason)
         self._tracker.finish(state)
 
