@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import sys
 import time
 from dataclasses import asdict
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from utils import console
-from utils.console import Progress, say, warn
+from utils.console import Progress, Table, say, warn
 from utils.distributed import (
     all_reduce_sum,
     broadcast_object,
@@ -270,6 +271,57 @@ def test_a_bar_on_a_terminal(capfd, monkeypatch):
     progress.close()
     said = capfd.readouterr()
     assert "7/10" in said.err and said.out == "a line\n"
+
+
+def test_a_bar_is_drawn_a_few_times_a_second_and_at_the_end(monkeypatch):
+    clock, shown = [0.0], []
+    monkeypatch.setattr(console.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    progress = Progress(total=100, done=0)
+    monkeypatch.setattr(progress._bar, "set_postfix_str", shown.append)
+    for step in range(1, 101):
+        clock[0] += 0.03
+        progress.update(step, f"loss {step}")
+    progress.close()
+    assert shown[:3] == ["loss 1", "loss 5", "loss 9"] and shown[-1] == "loss 100"
+
+
+def test_evaluations_are_a_table(capfd):
+    table = Table()
+    table.row(117, 1.04, loss=1.5, accuracy=0.5)
+    table.row(1234567, 10.4, loss=12.25, accuracy=1.0)
+    table.row(2345678, 20.0, loss=0.125, classes=11)
+    lines = capfd.readouterr().out.splitlines()
+    assert [line.split() for line in lines] == [
+        "evaluation after epoch loss accuracy".split(),
+        "update 117 1.0 1.5000 0.5000".split(),
+        "update 1234567 10.4 12.2500 1.0000".split(),
+        "update 2345678 20.0 0.1250 11".split(),
+    ]
+    assert len({len(line) for line in lines}) == 1
+
+
+def test_the_log_file_has_what_was_said_but_no_bar(tmp_path, capfd, monkeypatch):
+    path = tmp_path / "log.txt"
+    console.open_log(None)
+    say("before there is a directory")
+    console.open_log(path)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    progress = Progress(total=10, done=4)
+    progress.update(10, "loss 1.0")
+    progress.close()
+    warn("careful\nvery")
+    console.open_log(None)
+    say("of the next run")
+    lines = path.read_text().splitlines()
+    assert [line[21:] for line in lines] == [
+        "before there is a directory", "step 10/10  loss 1.0", "warning: careful", "very"
+    ]  # fmt: skip
+    assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  ", line) for line in lines)
+    console.open_log(tmp_path / "missing" / "log.txt")  # costs the log, not the run
+    say("on the console")
+    assert "cannot be written" in capfd.readouterr().err
+    console.open_log(None)
 
 
 def speak(directory: Path) -> None:

@@ -1,6 +1,7 @@
 """What a run leaves behind: files, statuses, the tracker's record, the command that continues."""
 
 import errno
+import io
 import json
 import math
 import os
@@ -12,16 +13,20 @@ import threading
 import time
 from pathlib import Path
 
+import PIL.Image
 import pytest
 
-from utils import rundir, trackers, tracking
+from tests.scripts import run_cifar, small_data
+from utils import backends, rundir, trackers, tracking
 from utils.errors import ExplainedError, UsageError
+from utils.pictures import Picture
 from utils.rundir import choose_directory, continue_command
-from utils.trackers import Tracker, check_tracker
+from utils.trackers import check_tracker
 from utils.tracking import Run, is_finished
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 CONFIG = {"lr": 0.1, "bn_plan": {"group": 4}, "nothing": None, "list": [1, 2], "flag": True}
+CONFIG |= {"dataset": "path/to/data", "precision": "no", "world_size": 2}
 
 
 def lines_of(directory: Path) -> list[dict]:
@@ -78,7 +83,9 @@ def test_a_finished_run(tmp_path):
     )
     assert config["git_commit"] == (head.stdout.strip() or None)
     assert [line["step"] for line in lines_of(directory)] == [1, 2, 3, 3, 4]
-    assert sorted(contents(directory)) == ["config.json", "metrics.jsonl", "status.json"]
+    assert sorted(contents(directory)) == [
+        "config.json", "log.txt", "metrics.jsonl", "status.json"
+    ]  # fmt: skip
 
 
 def test_preempted_failed_and_silent(tmp_path):
@@ -143,7 +150,9 @@ def test_values_that_json_lacks_become_null(tmp_path):
     ]
 
 
-def test_a_read_only_run_adds_metrics_and_changes_nothing_else(tmp_path):
+def test_a_read_only_run_adds_metrics_and_changes_nothing_else(tmp_path, monkeypatch):
+    recorder = Recorder()
+    monkeypatch.setattr(backends, "Wandb", recorder.open)
     with Run(tmp_path, CONFIG, "none") as live:
         log_steps(live, range(1, 4))
         (tmp_path / "checkpoints" / "step_00000009").mkdir(parents=True)
@@ -151,6 +160,9 @@ def test_a_read_only_run_adds_metrics_and_changes_nothing_else(tmp_path):
         with Run(tmp_path, {"other": 1}, "wandb", 2, read_only=True) as reader:
             reader.log(2, {"val/accuracy": 0.5})
             reader.log(2, {"train/loss": 9.0})  # it is there already
+            reader.draw(2, lambda: PICTURE)
+            assert recorder.job_type == "eval"  # to the tracker it is a run of its own
+        assert recorder.calls == [("log", 2), ("log", 2), ("show", 2), ("finish", "finished")]
         after = contents(tmp_path)
         added = after.pop("metrics.jsonl")[len(before.pop("metrics.jsonl")) :]
         assert after == before and json.loads(added) == {"step": 2, "val/accuracy": 0.5}
@@ -212,6 +224,43 @@ def test_a_full_disk_is_named_and_ends_as_failed(tmp_path, capfd):
         run._metrics = plain
         run.end("finished")
     capfd.readouterr()
+
+
+# ---- Pictures ----------------------------------------------------------------------------------
+
+
+def test_drawing_takes_its_share_of_the_time_only(tmp_path, monkeypatch):
+    clock, drawn = [0.0], []
+    monkeypatch.setattr(tracking.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(tracking, "plot_curves", lambda directory: drawn.append("curves"))
+
+    def draw(step: int) -> Picture:
+        clock[0] += 2.0
+        drawn.append(step)
+        return PICTURE
+
+    with Run(tmp_path, {"total_steps": 20}, "none") as run:
+        for step in range(1, 21):
+            clock[0] += 100.0
+            run.draw(step, lambda step=step: draw(step))
+        run.end("finished")
+    assert drawn.count("curves") == 20
+    # 1% of 100 s is half of what one takes: every second one, and the last.
+    assert [step for step in drawn if step != "curves"] == [1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 20]
+
+
+def test_a_picture_that_cannot_be_drawn_costs_no_run(tmp_path, capfd):
+    with Run(tmp_path, {"total_steps": 1}, "none") as run:
+        for step in (1, 2):
+            run.draw(step, lambda: 1 / 0)
+        (tmp_path / "predictions.png").mkdir()
+        run.draw(3, lambda: PICTURE)
+        run.end("finished")
+    said = capfd.readouterr().err
+    assert said.count("not drawn: division by zero") == 1 == said.count("warning")
+    assert is_finished(tmp_path)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert not any(".tmp" in name for name in names)
 
 
 # ---- Where a run lives -------------------------------------------------------------------------
@@ -409,6 +458,26 @@ def wandb_config(path: Path) -> dict:
     return {item.key: json.loads(item.value_json) for c in configs for item in c.update}
 
 
+def wandb_summary(path: Path) -> dict:
+    """The last value of each; of one with a minimum, say, a dict."""
+    summary: dict = {}
+    for record in wandb_records(path):
+        for item in record.summary.update:
+            summary[item.key or ".".join(item.nested_key)] = json.loads(item.value_json)
+    return summary
+
+
+def wandb_metrics(path: Path) -> dict[str, str]:
+    """The x-axis by metric."""
+    records = [r.metric for r in wandb_records(path) if r.WhichOneof("record_type") == "metric"]
+    return {m.name or m.glob_name: m.step_metric for m in records}
+
+
+def wandb_alerts(path: Path) -> list[str]:
+    alerts = [r.alert for r in wandb_records(path) if r.WhichOneof("record_type") == "alert"]
+    return [f"{alert.level} {alert.title}: {alert.text}" for alert in alerts]
+
+
 def offline_runs(directory: Path) -> list[Path]:
     """The record files, once wandb's own process has written them to their ends."""
     paths = sorted((directory / "wandb").glob("offline-run-*/*.wandb"))
@@ -453,7 +522,21 @@ def test_wandb_offline_in_two_processes_and_after_a_resume(pool, tmp_path):
     assert truth[4].pop("val/nothing") is None
     assert history == truth and sorted(truth) == [1, 2, 3, 4]
     settings = wandb_config(offline_runs(directory)[0])
-    assert settings["lr"] == 0.1 and json.loads(settings["bn_plan"]) == CONFIG["bn_plan"]
+    written = json.loads((directory / "config.json").read_text())
+    assert settings["lr"] == 0.1 and settings["bn_plan/group"] == 4 and settings["flag"] is True
+    assert json.loads(settings["list"]) == [1, 2] and json.loads(settings["nothing"]) is None
+    assert {key.split("/")[0] for key in settings} >= {*written} - {"wandb_run_id"}
+    about, metrics = (
+        wandb_run(offline_runs(directory)[0]),
+        wandb_metrics(offline_runs(directory)[0]),
+    )
+    assert about.job_type == "train" and about.display_name == "run" and "2 processes" in about.tags
+    assert about.run_group.split("-")[-1] == backends.recipe_group(written).split("-")[-1]
+    assert "continue with: " in about.notes
+    assert metrics["*"] == metrics["val/loss"] == metrics["val/miou"] == "step"
+    summary = wandb_summary(offline_runs(directory)[0])
+    assert summary["train/loss"] == {"min": 1 / 4, "last": 1 / 4}
+    assert summary["val/loss"]["min"] == 2 / 3
 
     lines = pool.run(2, run_with_wandb, directory, [4, 5], 3)
     first, second = offline_runs(directory)
@@ -461,6 +544,7 @@ def test_wandb_offline_in_two_processes_and_after_a_resume(pool, tmp_path):
     config = json.loads((directory / "config.json").read_text())
     assert wandb_run(first).run_id == config["wandb_run_id"]
     assert shlex.split(lines[0])[-2:] == [str(first.parent), str(second.parent)]  # both, to sync
+    assert wandb_run(first).run_group == wandb_run(second).run_group
     both = {**wandb_history(first), **wandb_history(second)}
     assert sorted(both) == sorted(logged()) == [1, 2, 3, 4, 5]
     assert all(both[s]["train/loss"] == logged()[s]["train/loss"] for s in both)
@@ -471,20 +555,118 @@ def test_wandb_offline_in_two_processes_and_after_a_resume(pool, tmp_path):
             assert secret.encode() not in content, path
 
 
+@pytest.mark.slow  # half a minute
+def test_wandb_has_all_of_a_script_s_metrics_pictures_and_summary(pool, tmp_path):
+    recipe = dict(global_batch_size=16, bn_group=8, lr=0.02, tracker="wandb", save_every=3)
+    recipe |= {"output_dir": str(tmp_path), "max_steps": 8, "eval_every": 3}
+    data = small_data(40, 37)
+    for more in ({"stop_after": 4}, {}):
+        run = pool.run(2, run_cifar, {**recipe, **more}, data, init=False)[0]
+    assert run["config"]["world_size"] == 2
+    paths = offline_runs(tmp_path)
+    assert len(paths) == 2 and len({wandb_run(path).run_id for path in paths}) == 1
+    first, second = map(wandb_history, paths)
+    assert max(first) == 4 and min(second) == 5  # the axis goes on
+    for step, values in run["metrics"].items():
+        found = {**first, **second}[step]
+        assert {key: found[key] for key in values} == values
+    row = second[8]  # the picture of the last update; this run is too short for more
+    with PIL.Image.open(paths[1].parent / "files" / row["val/predictions.path"]) as image:
+        assert image.size == (1200, 640)
+    table = json.loads((paths[1].parent / "files" / row["val/samples.path"]).read_text())
+    assert table["columns"] == ["id", "true", "predicted", "probability"]
+    assert 0 < len(table["data"]) <= 16
+    for path in paths:
+        settings = wandb_config(path)
+        assert settings["bn_plan/group"] == 8 and settings["world_size"] == 2
+        assert all(settings[key] == value for key, value in recipe.items())
+    losses = [values["val/loss"] for s, values in run["metrics"].items() if "val/loss" in values]
+    assert wandb_summary(paths[1])["val/loss"]["min"] == min(losses[1:])
+    assert (tmp_path / "predictions.png").stat().st_size > 1000
+    log = (tmp_path / "log.txt").read_text()
+    assert log.count("preempted: --stop-after") == 1 and log.count("  finished  ") == 1
+    assert "evaluation after" in log and "world" in log and "wandb sync" in log
+
+
+def alert_and_show(directory: Path) -> None:
+    from accelerate import PartialState
+
+    os.environ.update(WANDB_MODE="offline", WANDB_TAGS="mine,own")
+    PartialState(cpu=True)
+    pixels = PIL.Image.new("RGB", (20, 10), "red")
+    file = io.BytesIO()
+    pixels.save(file, "PNG")
+    picture = Picture(file.getvalue(), ["id", "true"], [[7, "cat"], [9, "dog"]])
+    with Run(directory, CONFIG, "wandb") as run:
+        run.log(1, {"train/loss": 1.0, "val/loss": 2.0})
+        run.draw(1, lambda: picture)
+        log_steps(run, [2])
+        run.end("preempted", "SIGTERM on rank 0")
+
+
+def test_wandb_gets_pictures_tables_and_alerts_offline(pool, tmp_path):
+    pool.run(1, alert_and_show, tmp_path)
+    (path,) = offline_runs(tmp_path)
+    history = wandb_history(path)
+    assert sorted(history) == [1, 2] and history[1]["train/loss"] == 1.0
+    row = history[1]
+    with PIL.Image.open(path.parent / "files" / row["val/predictions.path"]) as image:
+        assert image.size == (20, 10) and image.getpixel((3, 3))[:3] == (255, 0, 0)
+    table = json.loads((path.parent / "files" / row["val/samples.path"]).read_text())
+    assert table["columns"] == ["id", "true"] and table["data"] == [[7, "cat"], [9, "dog"]]
+    (alert,) = wandb_alerts(path)
+    assert alert == f"WARN {tmp_path.name}: preempted: SIGTERM on rank 0"
+    assert list(wandb_run(path).tags) == ["mine", "own"]  # the user's environment goes before
+
+
+@pytest.mark.parametrize(
+    "change", [{"seed": 1}, {"world_size": 8}, {"bn_plan": {"group": 4, "n": 1}}]
+)
+def test_seeds_and_layouts_of_a_recipe_are_one_group(change):
+    config = {**CONFIG, "seed": 0}
+    name = backends.recipe_group(config)
+    assert backends.recipe_group({**config, **change}) == name
+    for other in ({"lr": 0.2}, {"bn_plan": {"group": 8}}, {"total_steps": 7}):
+        assert backends.recipe_group({**config, **other}) != name
+
+
+def run_without_the_service(directory: Path, mode: str) -> list[str]:
+    from accelerate import PartialState
+
+    PartialState(cpu=True)
+    os.environ["WANDB_MODE"] = mode
+    if (
+        mode == "offline"
+    ):  # there is a file where its folder would be, and the next choice fails too
+        (directory / "wandb").write_text("")
+        os.environ["TMPDIR"] = str(directory / "wandb")
+    with Run(directory, CONFIG, "wandb") as run:
+        log_steps(run, [1, 2, 3])
+        run.draw(3, lambda: PICTURE)
+        run.end("finished")
+    return [run.tracker_line(), status_of(directory)["state"]]
+
+
+@pytest.mark.parametrize("mode", ["disabled", "offline"])
+def test_wandb_disabled_or_without_a_place_to_write(pool, tmp_path, mode):
+    assert pool.run(1, run_without_the_service, tmp_path, mode) == [["", "finished"]]
+    assert len(lines_of(tmp_path)) == 4
+
+
 def test_offline_without_a_key(tmp_path, monkeypatch):
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("WANDB_BASE_URL", "https://api.example.org/")
-    assert not trackers.has_wandb_key()
+    assert not backends.has_wandb_key()
     (tmp_path / "netrc").write_text("machine api.example.org login user password x\n")
     (tmp_path / "netrc").chmod(0o600)
-    assert trackers.has_wandb_key()
+    assert backends.has_wandb_key()
     monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org")
-    assert not trackers.has_wandb_key()
+    assert not backends.has_wandb_key()
     (tmp_path / "netrc").write_text("garbage")
-    assert not trackers.has_wandb_key()
+    assert not backends.has_wandb_key()
     monkeypatch.setenv("WANDB_API_KEY", "x")
-    assert trackers.has_wandb_key()
+    assert backends.has_wandb_key()
 
 
 def run_out_of_reach(directory: Path) -> str:
@@ -507,32 +689,139 @@ def test_a_server_out_of_reach_leaves_an_offline_run(pool, tmp_path):
     assert not any(b"0123456789abcdef" in content for content in contents(tmp_path).values())
 
 
-class Flaky:
-    """A tracker whose connection comes and goes."""
+class Recorder:
+    """In the place of backends.Wandb: remembers the calls in their order, or does what is wanted.
 
-    def __init__(self):
-        self.logged, self.finished = [], False
+    Args:
+        on_log: called with the number of the call, from 1, and its step.
+    """
 
-    def log(self, values, step):
+    def __init__(self, on_log=lambda number, step: None):
+        self.on_log = on_log
+        self.calls, self.number = [], 0
+
+    def open(self, directory, run_id, config, job_type):
+        self.job_type = job_type
+        return self
+
+    def log(self, step, values):
+        self.number += 1
+        self.on_log(self.number, step)
+        self.calls.append(("log", step))
+
+    def show(self, step, picture):
+        self.calls.append(("show", step))
+
+    def alert(self, state, title, text):
+        self.calls.append(("alert", f"{title}: {text}"))
+
+    def finish(self, state):
+        self.calls.append(("finish", state))
+
+    def steps(self) -> list[int]:
+        return [what for kind, what in self.calls if kind == "log"]
+
+
+PICTURE = Picture(b"PNG", ["id"], [[1]])
+
+
+def test_calls_keep_their_order(tmp_path, monkeypatch):
+    recorder = Recorder()
+    monkeypatch.setattr(backends, "Wandb", recorder.open)
+    with Run(tmp_path, {}, "wandb") as run:
+        log_steps(run, [1, 2])
+        run.draw(2, lambda: PICTURE)
+        log_steps(run, [3])
+        run.report("running", "not finite, left out: update 3")
+        run.end("preempted", "SIGTERM on rank 1")
+    assert recorder.job_type == "train"
+    name = tmp_path.name
+    assert recorder.calls == [
+        *[("log", 1), ("log", 2), ("show", 2), ("log", 3), ("log", 3)],
+        ("alert", f"{name}: running: not finite, left out: update 3"),
+        ("alert", f"{name}: preempted: SIGTERM on rank 1"),
+        ("finish", "preempted"),
+    ]
+    assert (tmp_path / "predictions.png").read_bytes() == PICTURE.png
+    with pytest.raises(ZeroDivisionError):
+        with Run(tmp_path, {}, "wandb", 3):
+            _ = 1 / 0
+    failure = f"{name}: failed: ZeroDivisionError: division by zero"
+    assert recorder.calls[-2:] == [("alert", failure), ("finish", "failed")]
+
+
+def test_a_tracker_that_fails_in_the_middle(tmp_path, monkeypatch, capfd):
+    """Its connection comes and goes: tried again, warned of once, counted."""
+
+    def fail(number, step):
         if step in (2, 3):
             raise ConnectionError("connection reset\nby peer")
-        self.logged.append(step)
 
-    def finish(self):
-        self.finished = True
-
-
-def test_a_tracker_that_fails_in_the_middle(tmp_path, capfd):
-    with Run(tmp_path, {}, "none") as run:
-        flaky = run._tracker._tracker = Flaky()
+    flaky = Recorder(fail)
+    monkeypatch.setattr(backends, "Wandb", flaky.open)
+    with Run(tmp_path, {}, "wandb") as run:
         log_steps(run, range(1, 6))
         run.end("finished")
-    assert flaky.logged == [1, 4, 5] and flaky.finished  # tried again, and closed
+    assert flaky.steps() == [1, 4, 5] and flaky.calls[-1] == ("finish", "finished")
     said = capfd.readouterr().err
     assert said.count("connection reset") == 1 and "by peer" not in said
     assert "failed 3 times" in said  # step 3 has two lines
     assert status_of(tmp_path)["state"] == "finished"
     assert sorted({line["step"] for line in lines_of(tmp_path)}) == [1, 2, 3, 4, 5]
+
+
+def test_a_tracker_that_goes_on_failing_is_left_behind(tmp_path, monkeypatch, capfd):
+    def fail(number, step):
+        if number >= 3:
+            raise RuntimeError("gone")
+
+    broken = Recorder(fail)
+    monkeypatch.setattr(backends, "Wandb", broken.open)
+    with Run(tmp_path, {}, "wandb") as run:
+        log_steps(run, range(1, 31))
+        run.end("finished")
+    assert broken.number == 2 + trackers.MOST_FAILURES_IN_A_ROW
+    assert broken.calls == [("log", 1), ("log", 2), ("finish", "finished")]
+    said = capfd.readouterr().err
+    assert said.count("gone") == 1 and said.count("warning") == 2
+    assert len(lines_of(tmp_path)) == 40 and is_finished(tmp_path)
+
+
+def test_a_tracker_that_hangs_delays_no_update_and_the_end_for_a_while(
+    tmp_path, monkeypatch, capfd
+):
+    released, hanging = threading.Event(), threading.Event()
+
+    def hang(number, step):
+        if number == 3:
+            hanging.set()
+            released.wait(60)
+
+    recorder = Recorder(hang)
+    monkeypatch.setattr(backends, "Wandb", recorder.open)
+    monkeypatch.setattr(trackers, "FINISH_SECONDS", 1.0)
+    monkeypatch.setattr(trackers, "MOST_WAITING", 20)
+    with Run(tmp_path, {}, "wandb") as run:
+        slowest = 0.0
+        for step in range(1, 101):
+            start_time = time.monotonic()
+            run.log(step, {"train/loss": 1.0})
+            slowest = max(slowest, time.monotonic() - start_time)
+            if step == 3:
+                assert hanging.wait(60)
+        run.end("finished")
+        start_time = time.monotonic()
+    seconds = time.monotonic() - start_time
+    assert slowest < 1.0 and 1.0 <= seconds < 30.0
+    assert is_finished(tmp_path) and len(lines_of(tmp_path)) == 100
+    said = capfd.readouterr().err
+    assert "did not end in 1 s" in said and said.count("it misses entries") == 1
+    left_out = run._tracker.left_out
+    assert left_out >= 100 - 3 - 20 and f"missed {left_out} entries" in said
+    released.set()
+    run._tracker._thread.join(60)
+    assert recorder.steps() == sorted(recorder.steps()) and len(recorder.steps()) <= 23
+    assert recorder.calls[-1] == ("finish", "finished")
 
 
 def test_a_tracker_whose_package_is_missing(tmp_path, monkeypatch, capfd):
@@ -550,16 +839,29 @@ def test_a_tracker_whose_package_is_missing(tmp_path, monkeypatch, capfd):
         check_tracker("tensorboard")
 
 
-def test_tensorboard_takes_nested_configurations(tmp_path, capfd):
+def test_tensorboard_reads_back_the_same(tmp_path, capfd):
     pytest.importorskip("tensorboard")
     from accelerate import PartialState
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     PartialState(cpu=True)
-    tracker = Tracker("tensorboard", tmp_path, "", CONFIG)
-    tracker.log(1, {"train/loss": 1.0, "data/digest": "ff"})
-    tracker.finish()
-    assert tracker.failures == 0, capfd.readouterr().err
-    assert list(tmp_path.rglob("events.out*"))
+    file = io.BytesIO()
+    PIL.Image.new("RGB", (20, 10), "red").save(file, "PNG")
+    for steps, resume_step in ((range(1, 6), 0), (range(4, 8), 3)):
+        with Run(tmp_path, CONFIG, "tensorboard", resume_step) as run:
+            log_steps(run, steps)
+            run.draw(run.step, lambda: Picture(file.getvalue(), ["id"], [[7]]))
+            run.end("finished")
+        assert run._tracker.failures == 0, capfd.readouterr().err
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    for key in ("train/loss", "val/loss"):
+        truth = {line["step"]: line[key] for line in lines_of(tmp_path) if key in line}
+        found = {event.step: event.value for event in events.Scalars(key)}
+        assert found == pytest.approx(truth, rel=1e-6)  # it keeps float32
+        assert len(events.Scalars(key)) == len(truth)  # none twice after the resume
+    assert [event.step for event in events.Images("val/predictions")] == [7]
+    texts = {tag.removesuffix("/text_summary") for tag in events.Tags()["tensors"]}
+    assert texts == {"data/digest", "val/samples"}
 
 
 # ---- Several processes -------------------------------------------------------------------------

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root: utils
 from utils import checkpoint, preflight
 from utils.augment import normalise, random_crop_flip, whitening_filters
 from utils.batchnorm import convert_batchnorm, resolve_group
-from utils.console import Progress, say
+from utils.console import Progress, Table, say
 from utils.distributed import gather_objects, on_main_process
 from utils.errors import FINISHED, PREEMPTED, UsageError, exit_with
 from utils.export import export_model
@@ -34,8 +34,8 @@ from utils.guard import Guard, stopped_before_restart
 from utils.metrics import Speed, Sums, peak_memory_bytes
 from utils.models import check_forward, load_initial_weights
 from utils.order import MicroBatchSampler, SampleOrder, ShardSampler, steps_per_epoch
+from utils.pictures import ErrorFinder, draw_errors
 from utils.plan import explain_out_of_memory, plan_batches
-from utils.plots import plot_curves
 from utils.profile import Profiled
 from utils.rundir import choose_directory, continue_command
 from utils.small_images import ImageData, TensorLoader, Tensors, load_small_images, storage_device
@@ -140,7 +140,9 @@ def compute_loss(
 
 
 @torch.no_grad()
-def evaluate(model: torch.nn.Module, loader, transform, device) -> dict[str, float]:
+def evaluate(
+    model: torch.nn.Module, loader, transform, device, finder: ErrorFinder | None = None
+) -> dict[str, float]:
     """Plain loss and accuracy over the whole split: this rank's share, one reduction at the end.
 
     val/accuracy_flip is of the mean of the outputs for an image and its mirror image.
@@ -153,6 +155,8 @@ def evaluate(model: torch.nn.Module, loader, transform, device) -> dict[str, flo
         batch = transform(to_device(batch, device))
         loss_sum, logits = compute_loss(model, batch)
         correct = (logits.argmax(dim=1) == batch["label"]).sum()
+        if finder is not None:
+            finder.add(batch, logits)  # for the pictures
         sums.add(loss=loss_sum, correct=correct, num_examples=count_valid(batch))
         both = logits + model(batch["image"].flip(3))
         sums.add(correct_flip=(both.argmax(dim=1) == batch["label"]).sum())
@@ -339,18 +343,20 @@ run       {directory}""")
 
     def evaluate_now() -> float | None:
         """Evaluate, log and draw; the score, or None when a signal came in its middle."""
-        metrics = evaluate(plain_model, guard.batches(test_loader), partial(to_input, data), device)
+        finder, batches = ErrorFinder(len(data.classes), device), guard.batches(test_loader)
+        metrics = evaluate(plain_model, batches, partial(to_input, data), device, finder)
         if guard.agree_to_stop():
             return None
+        errors = finder.reduce()
         peak = max(gather_objects(peak_memory_bytes(device)))
         run.log(step, {**metrics, "perf/peak_memory_bytes": peak})
         loss, accuracy = metrics["val/loss"], metrics["val/accuracy"]
-        flip = f"{metrics['val/accuracy_flip']:.4f} with flips"
-        say(f"epoch {step / epoch_steps:.1f}  val loss {loss:.4f}  accuracy {accuracy:.4f}, {flip}")
-        if not cfg.eval_only:
-            plot_curves(directory)
+        flip = metrics["val/accuracy_flip"]
+        table.row(step, step / epoch_steps, loss=loss, accuracy=accuracy, flip=flip)
+        run.draw(step, partial(draw_errors, errors, data.classes, data.test.images))
         return accuracy  # higher is better: the best checkpoint stays
 
+    table = Table()
     run = Run(directory, {**asdict(cfg), **derived}, tracker, step, read_only=cfg.eval_only)
     memory = explain_out_of_memory(plan, bn_group if bn_plan.num_layers else 0, directory)
     with guard.watching(run.report), run, memory:

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root: utils
 from utils import checkpoint, preflight
 from utils.augment import IMAGENET_MEAN, IMAGENET_STD, normalise
 from utils.batchnorm import convert_batchnorm, resolve_group
-from utils.console import Progress, say
+from utils.console import Progress, Table, say
 from utils.distributed import gather_objects, on_main_process
 from utils.errors import FINISHED, PREEMPTED, UsageError, exit_with
 from utils.export import export_model
@@ -37,8 +37,8 @@ from utils.image_sets import open_image_sets
 from utils.metrics import Speed, Sums, peak_memory_bytes
 from utils.models import check_forward, load_initial_weights, torchvision_model
 from utils.order import MicroBatchSampler, SampleOrder, ShardSampler, steps_per_epoch
+from utils.pictures import ErrorFinder, draw_errors
 from utils.plan import explain_out_of_memory, plan_batches
-from utils.plots import plot_curves
 from utils.profile import Profiled
 from utils.rundir import choose_directory, continue_command
 from utils.start import default_workers, open_accelerator, seed_dropout, world_line
@@ -131,7 +131,9 @@ def compute_loss(
 
 
 @torch.no_grad()
-def evaluate(model: torch.nn.Module, loader, transform, device) -> dict[str, float]:
+def evaluate(
+    model: torch.nn.Module, loader, transform, device, finder: ErrorFinder | None = None
+) -> dict[str, float]:
     """Plain loss and accuracy over the whole split: this rank's share, one reduction at the end.
 
     `model` is the unwrapped one: in evaluation nothing needs to be synchronised, and ranks may
@@ -143,6 +145,8 @@ def evaluate(model: torch.nn.Module, loader, transform, device) -> dict[str, flo
         batch = transform(to_device(batch, device))
         loss_sum, logits = compute_loss(model, batch)
         correct = (logits.argmax(dim=1) == batch["label"]).sum()
+        if finder is not None:
+            finder.add(batch, logits)  # for the pictures
         sums.add(loss=loss_sum, correct=correct, num_examples=count_valid(batch))
     model.train()
     total = sums.reduce()
@@ -333,18 +337,20 @@ run       {directory}""")
 
     def evaluate_now() -> float | None:
         """Evaluate, log and draw; the score, or None when a signal came in its middle."""
-        metrics = evaluate(plain_model, guard.batches(test_loader), to_input, device)
+        finder, batches = ErrorFinder(len(data.classes), device), guard.batches(test_loader)
+        metrics = evaluate(plain_model, batches, to_input, device, finder)
         if guard.agree_to_stop():
             return None
         bad_images.write()
+        errors = finder.reduce()
         peak = max(gather_objects(peak_memory_bytes(device)))
         run.log(step, {**metrics, "perf/peak_memory_bytes": peak})
         loss, accuracy = metrics["val/loss"], metrics["val/accuracy"]
-        say(f"epoch {step / epoch_steps:.1f}  val loss {loss:.4f}  accuracy {accuracy:.4f}")
-        if not cfg.eval_only:
-            plot_curves(directory)
+        table.row(step, step / epoch_steps, loss=loss, accuracy=accuracy)
+        run.draw(step, partial(draw_errors, errors, data.classes, test_set))
         return accuracy  # higher is better: the best checkpoint stays
 
+    table = Table()
     run = Run(directory, {**asdict(cfg), **derived}, tracker, step, read_only=cfg.eval_only)
     memory = explain_out_of_memory(plan, bn_group if bn_plan.num_layers else 0, directory)
     with guard.watching(run.report), run, memory:

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root: utils
 from utils import checkpoint, preflight
 from utils.augment import IMAGENET_MEAN, IMAGENET_STD, normalise
 from utils.batchnorm import convert_batchnorm, resolve_group
-from utils.console import Progress, say
+from utils.console import Progress, Table, say
 from utils.distributed import gather_objects, on_main_process
 from utils.errors import FINISHED, PREEMPTED, UsageError, exit_with
 from utils.export import export_model
@@ -38,8 +38,8 @@ from utils.masks import IGNORED, MASK_REMEDY, verify_masks
 from utils.metrics import ConfusionMatrix, Speed, Sums, intersection_over_union, peak_memory_bytes
 from utils.models import check_forward, load_initial_weights, torchvision_model
 from utils.order import MicroBatchSampler, SampleOrder, ShardSampler, steps_per_epoch
+from utils.pictures import draw_masks
 from utils.plan import explain_out_of_memory, plan_batches
-from utils.plots import plot_curves
 from utils.profile import Profiled
 from utils.rundir import choose_directory, continue_command
 from utils.start import default_workers, open_accelerator, seed_dropout, world_line
@@ -334,6 +334,9 @@ run       {directory}""")
         "data_fingerprint": data.fingerprint,
     }
 
+    def logits_of(batch: Batch) -> torch.Tensor:
+        return compute_loss(plain_model, to_input(to_device(batch, device)))[1]
+
     def evaluate_now() -> float | None:
         """Evaluate, log and draw; the score, or None when a signal came in its middle."""
         metrics = evaluate(plain_model, guard.batches(test_loader), to_input, device, classes)
@@ -341,12 +344,13 @@ run       {directory}""")
             return None
         peak = max(gather_objects(peak_memory_bytes(device)))
         run.log(step, {**metrics, "perf/peak_memory_bytes": peak})
-        miou, present = metrics["val/miou"], f"{metrics['val/classes_present']} classes present"
-        say(f"epoch {step / epoch_steps:.1f}  val mIoU {miou:.4f}, {present}")
-        if not cfg.eval_only:
-            plot_curves(directory)
+        loss, miou = metrics["val/loss"], metrics["val/miou"]
+        present = metrics["val/classes_present"]
+        table.row(step, step / epoch_steps, loss=loss, mIoU=miou, classes=present)
+        run.draw(step, partial(draw_masks, plain_model, logits_of, test_set, classes))
         return miou  # higher is better: the best checkpoint stays
 
+    table = Table()
     run = Run(directory, {**asdict(cfg), **derived}, tracker, step, read_only=cfg.eval_only)
     memory = explain_out_of_memory(plan, bn_group if bn_plan.num_layers else 0, directory)
     with guard.watching(run.report), run, memory:

@@ -32,6 +32,17 @@ def write_text(path: Path, text: str) -> None:
         raise
 
 
+def replace_bytes(path: Path, content: bytes) -> None:
+    """Replace `path` at once, for what readers may look at meanwhile; a power cut may lose it."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
 def write_json(path: Path, value: Any) -> None:
     """Replace `path` by `value` as JSON."""
     write_text(path, json.dumps(value, indent=2) + "\n")

@@ -158,6 +158,7 @@ class Guard:
                 raise_nonfinite(text, self.directory, is_mine)
             if rank() == 0:
                 warn(f"left out on all processes: {text}")
+                self._report("running", f"not finite, left out: {text}")
             totals = totals._replace(skipped=True)
         if overflow:
             totals = totals._replace(skipped=True)

@@ -52,23 +52,27 @@ class ConfusionMatrix:
     def __init__(self, num_classes: int, device: torch.device):
         self.num_classes = num_classes
         self.device = torch.device("cpu") if device.type == "mps" else device
-        self.counts = torch.zeros(num_classes**2, dtype=torch.int64, device=self.device)
+        # One more than needed: for what is ignored.
+        self._cells = torch.zeros(num_classes**2 + 1, dtype=torch.int64, device=self.device)
 
     def add(self, truth: torch.Tensor, prediction: torch.Tensor, ignore_index: int) -> None:
         """Count the elements of two integer tensors of one shape, where truth is not ignored.
 
-        Without a host read: what is ignored is counted in a cell of its own, which is dropped.
+        Without a host read: what is ignored is counted in a cell of its own, which is dropped, and
+        bincount would read the largest value.
         """
         truth, prediction = truth.to(self.device), prediction.to(self.device)
-        dropped = len(self.counts)
-        cells = torch.where(
-            truth == ignore_index, dropped, truth.long() * self.num_classes + prediction
-        )
-        self.counts += torch.bincount(cells.flatten(), minlength=dropped + 1)[:dropped]
+        cells = truth.long() * self.num_classes + prediction
+        cells = cells.masked_fill(truth == ignore_index, len(self._cells) - 1).flatten()
+        self._cells.scatter_add_(0, cells, torch.ones_like(cells))
+
+    def own(self) -> torch.Tensor:
+        """Counts of this process alone, int64 (truth, prediction)."""
+        return self._cells[:-1].view(self.num_classes, self.num_classes)
 
     def reduce(self) -> torch.Tensor:
         """Counts over all processes, int64 (truth, prediction) on the CPU; all of them call it."""
-        return all_reduce_sum(self.counts.clone()).cpu().view(self.num_classes, self.num_classes)
+        return all_reduce_sum(self.own().clone()).cpu()
 
 
 def intersection_over_union(matrix: torch.Tensor, classes: list[str]) -> dict[str, float]:

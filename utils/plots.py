@@ -23,9 +23,13 @@ from utils.files import read_json, read_json_lines
 PANELS = (
     (("train/loss", "val/loss"), "loss", "nats per example"),
     (("val/accuracy", "val/miou", "val/pixel_accuracy"), "validation metric", "share"),
+    (("train/grad_norm",), "gradient norm", "before clipping"),
     (("train/lr",), "learning rate", "step size"),
     (("perf/examples_per_second",), "throughput", "examples per second"),
+    (("perf/data_wait_fraction",), "waiting for data", "share of the time"),
 )
+# In shares of the picture; a layout that is computed takes longer than the drawing.
+MARGINS = dict(left=0.07, right=0.98, bottom=0.075, top=0.95, wspace=0.32, hspace=0.28)
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 STYLES = ("-", "--", ":")  # of a panel's keys, where the colours tell the recipes apart
 # In config.json, but no setting of its own by which a run could be told from others.
@@ -50,7 +54,7 @@ def read_metrics(path: Path) -> Series:
 
 
 def plot_curves(run_directory: Path) -> None:
-    """Write RUN/curves.png: loss, metric, learning rate, throughput over the updates.
+    """Write RUN/curves.png: the PANELS over the updates.
 
     The main process does, every one may call it; a full disk costs the picture, not the run.
     """
@@ -60,17 +64,23 @@ def plot_curves(run_directory: Path) -> None:
     from matplotlib.figure import Figure
 
     series = read_metrics(run_directory / "metrics.jsonl")
-    figure = Figure(figsize=(11, 7), layout="constrained")
+    figure = Figure(figsize=(11, 7))
     FigureCanvasAgg(figure)
-    for axes, (keys, title, unit) in zip(figure.subplots(2, 2).flat, PANELS, strict=True):
+    grid = figure.subplots(2, 3, gridspec_kw=MARGINS)
+    for axes, (keys, title, unit) in zip(grid.flat, PANELS, strict=True):
         for key, color in zip(keys, COLORS, strict=False):
             if key in series:
                 marker = "o" if len(series[key][0]) < 60 else None
                 axes.plot(*series[key], color=color, label=key, marker=marker, markersize=3)
         axes.set(title=title, xlabel="update", ylabel=unit)
         axes.grid(alpha=0.3)
-        if axes.lines:
-            axes.legend()
+        axes.locator_params(nbins=5)  # text is what takes the time
+        axes.tick_params(labelsize=8)
+        if len(axes.lines) == 1:
+            axes.set_title(f"{title}: {axes.lines[0].get_label()}", fontsize=10)
+        elif axes.lines:  # losses fall, metrics rise
+            corner = "upper right" if title == "loss" else "lower right"
+            axes.legend(loc=corner, fontsize=8)
     temporary = run_directory / ".curves.tmp.png"
     try:
         figure.savefig(temporary, dpi=110)
@@ -115,7 +125,7 @@ def plot_comparison(runs: Sequence[Path], output: Path) -> None:
     groups = group_runs(runs)
     figure = Figure(figsize=(11, 7 + 0.25 * len(groups)), layout="constrained")
     FigureCanvasAgg(figure)
-    for axes, (keys, title, unit) in zip(figure.subplots(2, 2).flat, PANELS, strict=True):
+    for axes, (keys, title, unit) in zip(figure.subplots(2, 3).flat, PANELS, strict=True):
         for key, style in zip(keys, STYLES, strict=False):
             for number, members in enumerate(groups.values()):
                 lines = [dict(zip(*run[key], strict=True)) for run in members if key in run]

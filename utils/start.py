@@ -29,6 +29,7 @@ from accelerate.utils import (
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
+from utils.console import open_log
 from utils.distributed import collective_timeout
 from utils.errors import UsageError
 from utils.order import hash64
@@ -58,6 +59,7 @@ def open_accelerator(
     Raises UsageError when the processes, devices, engine or precision are not those that the
     launcher was asked for. The number of accumulation steps is set by the script, when known.
     """
+    open_log(None)  # what is said until the run has a directory is held for its log
     on_cpu = _cpu_chosen() or not torch.accelerator.is_available()
     # Read before Accelerate overwrites it. `srun python SCRIPT` has only the number of tasks.
     asked = get_int_from_env((*WORLD_SIZES, "SLURM_STEP_NUM_TASKS"), 1)

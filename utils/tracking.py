@@ -1,4 +1,4 @@
-"""What a run leaves behind: config.json, metrics.jsonl, status.json, a tracker's run.
+"""What a run leaves behind: config.json, metrics.jsonl, status.json, pictures, a tracker's run.
 
 Only the main process writes; every process may call everything here.
 """
@@ -11,20 +11,26 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from utils.checkpoint import set_aside_newer
-from utils.console import warn
-from utils.distributed import on_main_process, rank
-from utils.errors import ExplainedError, UsageError
-from utils.files import read_json, read_json_lines, write_json, write_text
+from utils.console import note, open_log, warn
+from utils.distributed import on_main_process
+from utils.errors import ExplainedError, UsageError, first_line
+from utils.files import read_json, read_json_lines, replace_bytes, write_json, write_text
+from utils.pictures import Picture
+from utils.plots import plot_curves
 from utils.trackers import Tracker
 
 CONFIG, METRICS, STATUS = "config.json", "metrics.jsonl", "status.json"
+LOG, PREDICTIONS = "log.txt", "predictions.png"
 HEARTBEAT_SECONDS = 10.0
+PICTURE_SHARE = 0.01  # of the time of a run, that drawing may take
+PICTURE_SECONDS = 0.5  # that one is expected to take
+ALERT_SECONDS = 2.0  # to tell the tracker, before a process that hangs is ended
 PACKAGES = ("torch", "torchvision", "accelerate", "datasets", "numpy", "wandb")
 
 
@@ -48,9 +54,12 @@ class Run:
     ):
         self.directory = directory
         self.step = resume_step
-        self._is_main = rank() == 0
         self._read_only = read_only
         self._ended: tuple[str, str] | None = None
+        self._tracker: Tracker | None = None
+        self._total_steps = config.get("total_steps", 0)
+        self._start_time, self._drawing_seconds = time.monotonic(), 0.0
+        self._drawing_failed = False
         self._state, self._lock = ("running", ""), threading.RLock()
         self._closed = threading.Event()
         self._heartbeat = threading.Thread(target=self._beat, daemon=True)
@@ -82,10 +91,13 @@ class Run:
         self._logged = {key for entry in entries if entry["step"] == self.step for key in entry}
         self._logged_step = self.step
         if self._read_only:
-            self._tracker = Tracker("none", self.directory, "", {})
+            self._tracker = Tracker(
+                tracker, self.directory, os.urandom(4).hex(), config, job_type="eval"
+            )
         else:
+            open_log(self.directory / LOG)
             self._heartbeat.start()
-            self._tracker = Tracker(tracker, self.directory, run_id, config)
+            self._tracker = Tracker(tracker, self.directory, run_id, config, resume_step=self.step)
 
     def __enter__(self) -> "Run":
         return self
@@ -99,11 +111,15 @@ class Run:
 
     def log(self, step: int, values: Mapping[str, float | int | str]) -> None:
         """Write metrics of update `step` to metrics.jsonl and the tracker."""
-        if not self._is_main:
+        if self._tracker is None:
             return
         if step != self._logged_step:
             self._logged, self._logged_step = set(), step
         fresh = {key: value for key, value in values.items() if key not in self._logged}
+        if self._read_only:  # to the tracker it is a run of its own, which has none of them yet
+            self._tracker.log(step, dict(values))
+        elif fresh:
+            self._tracker.log(step, fresh)
         if not fresh:
             return
         self._logged.update(fresh)
@@ -114,7 +130,33 @@ class Run:
         except OSError as error:
             path = self.directory / METRICS
             raise ExplainedError(f"{path} cannot be written: {error}") from error
-        self._tracker.log(step, fresh)
+
+    def draw(self, step: int, draw_picture: Callable[[], Picture] | None = None) -> None:
+        """Draw the curves, and the picture of the evaluation after update `step`, where it has one.
+
+        Before the last update, the picture waits until drawing has taken less than its share of the
+        run's time. A failure costs the picture, not the run. The main process does, every one may
+        call it.
+        """
+        if self._tracker is None:
+            return
+        start_time = time.monotonic()
+        allowed = PICTURE_SHARE * (start_time - self._start_time)
+        last = self._read_only or step >= self._total_steps
+        try:
+            if not self._read_only:
+                plot_curves(self.directory)
+            due = last or self._drawing_seconds + PICTURE_SECONDS <= allowed
+            if draw_picture is not None and due:
+                picture = draw_picture()
+                self._tracker.show(step, picture)
+                if not self._read_only:
+                    replace_bytes(self.directory / PREDICTIONS, picture.png)
+        except Exception as failure:
+            if not self._drawing_failed:
+                warn(f"pictures not drawn: {first_line(failure)}")
+            self._drawing_failed = True
+        self._drawing_seconds += time.monotonic() - start_time
 
     def flush(self) -> None:
         """Put the metrics on disk: before a checkpoint of the same update is. All ranks call it."""
@@ -131,8 +173,10 @@ class Run:
 
     def close(self) -> None:
         """Write the final status and close the tracker."""
-        if not self._is_main or self._closed.is_set():
+        if self._tracker is None or self._closed.is_set():
             return
+        default = ("finished", "") if self._read_only else ("failed", "ended without a word")
+        state, reason = self._ended or default
         self._closed.set()
         try:
             self._metrics.close()
@@ -140,8 +184,11 @@ class Run:
             warn(f"{METRICS} not closed: {error}")
         if not self._read_only:
             self._heartbeat.join()
-            self._write_status(*(self._ended or ("failed", "ended without a word")))
-            self._tracker.finish()
+            self._write_status(state, reason)
+            if state != "finished":
+                note(f"{state}: {reason}")
+                self._tracker.alert(state, reason)
+        self._tracker.finish(state)
 
     def report(self, state: str, reason: str) -> None:
         """What status.json says from now on until the end; from any thread (utils/guard.py)."""
@@ -149,10 +196,12 @@ class Run:
             self._state = (state, reason)
             if not self._read_only and not self._closed.is_set():
                 self._write_status(state, reason)
+        if reason and self._tracker is not None:
+            self._tracker.alert(state, reason, ALERT_SECONDS if state == "failed" else 0.0)
 
     def tracker_line(self) -> str:
         """How to look at the tracker's run, for the end of the console output; "" without."""
-        return self._tracker.line() if self._is_main else ""
+        return self._tracker.line() if self._tracker is not None else ""
 
     def _beat(self) -> None:
         while not self._closed.wait(HEARTBEAT_SECONDS):

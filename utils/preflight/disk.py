@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from utils import checkpoint
+from utils.backends import has_wandb_key
 from utils.preflight.job import FAIL, NOT_CHECKED, PASS, WARN, Finding, Job, Steps
 from utils.preflight.runner import name_ranks
 from utils.preflight.state import fingerprint
-from utils.trackers import has_wandb_key
 
 FOLDER = ".preflight"  # in the run directory, removed afterwards
 SAVE_SECONDS = 30.0  # that a launcher leaves after SIGTERM
