@@ -1,6 +1,8 @@
 """Weights for deployment: the same outputs, plain names, and a refusal where that is not so."""
 
 import json
+import math
+from functools import partial
 
 import pytest
 import torch
@@ -8,7 +10,8 @@ import torchvision
 from safetensors.torch import load_file
 
 from utils.batchnorm import GroupBatchNorm, convert_batchnorm
-from utils.export import export_model
+from utils.errors import ExplainedError
+from utils.export import FILES, export_checkpoint, export_model
 from utils.models import load_weights, read_weights
 
 DESCRIPTION = {"architecture": "net", "classes": ["a", "b"], "mean": [0.5], "std": [0.25]}
@@ -162,3 +165,93 @@ def test_an_exported_file_serves_as_initial_weights(tmp_path):
     fresh = build()
     assert load_weights(fresh, read_weights(folder / "model.safetensors"), "file") == ()
     assert torch.equal(fresh[6].weight, model[6].weight)
+
+
+# ---- Other formats, and samples ---------------------------------------------------------------
+
+
+SIZED = {**DESCRIPTION, "image_size": 8}
+
+
+def reload(folder, format: str):
+    if format == "torch-export":
+        return torch.export.load(folder / "model.pt2").module()
+    session = pytest.importorskip("onnxruntime").InferenceSession(folder / "model.onnx")
+    return lambda x: torch.from_numpy(session.run(None, {"input": x.numpy()})[0])
+
+
+@pytest.mark.parametrize("format", ["torch-export", "onnx"])
+@pytest.mark.parametrize("description", [SIZED, DESCRIPTION], ids=["sized", "any size"])
+def test_graphs_take_any_batch_and_any_size_where_none_is_told(tmp_path, format, description):
+    if format == "onnx":
+        pytest.importorskip("onnxscript")
+        pytest.importorskip("onnxruntime")
+    model = trained()
+    folder = export_model(tmp_path, model, description, build, EXAMPLE, format)
+    assert sorted(p.name for p in folder.iterdir()) == ["model.json", FILES[format]]
+    loaded, model = reload(folder, format), model.eval()
+    shapes = [(1, 3, 8, 8), (5, 3, 8, 8)]
+    shapes += [(1, 3, 9, 31), (2, 3, 20, 7)] if description is DESCRIPTION else []
+    for shape in shapes:
+        images = torch.randn(shape)
+        with torch.no_grad():
+            torch.testing.assert_close(loaded(images), model(images), rtol=1e-4, atol=1e-5)
+
+
+def samples() -> list[dict]:
+    images = torch.randn(10, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    ids = torch.arange(10)
+    return [{"image": images[i : i + 4], "id": ids[i : i + 4]} for i in range(0, 10, 4)]
+
+
+class Evaluation:
+    """A metric of a script: the share of images that the first class is taken for."""
+
+    def __init__(self):
+        self.counts = []
+
+    def __call__(self, model, batches) -> dict[str, float]:
+        model.eval()
+        with torch.no_grad():
+            logits = torch.cat([model(batch["image"]) for batch in batches])
+        model.train()
+        self.counts.append(len(logits))
+        share = (logits.argmax(1) == 0).double().mean().item()
+        return {"val/share": share, "val/num_examples": len(logits)}
+
+
+def test_samples_are_bounded_and_both_models_see_the_same(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("utils.export.NUM_SAMPLES", 6)
+    evaluation = Evaluation()
+    export = partial(export_model, tmp_path, trained(), SIZED, build)
+    assert export_checkpoint("torch-export", export, EXAMPLE, samples(), evaluation) == 0
+    assert evaluation.counts == [6, 6]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("export    torch-export, 6 validation samples: outputs differ by")
+    assert lines[1].split()[0] == "val/share" and lines[1].split()[3] == f"{lines[1].split()[-1]},"
+    assert (tmp_path / "model" / "model.pt2").exists()
+
+
+@pytest.mark.parametrize(
+    ("off", "words"), [(0.01, "other outputs"), (math.nan, "other outputs"), (0.0, "val/share")]
+)
+def test_what_differs_is_not_called_done(tmp_path, monkeypatch, off, words):
+    class Off(torch.nn.Module):
+        def forward(self, x):
+            output = model(x)
+            return output if len(x) == 2 else output + off  # the example is of two
+
+    model, wrong = trained().eval(), iter((0.5, 0.9))
+    monkeypatch.setattr("utils.export._write_program", lambda *args, **kwargs: Off())
+    evaluate = Evaluation()
+
+    def metric(model, batches):
+        return {**evaluate(model, batches), **({"val/share": next(wrong)} if off == 0 else {})}
+
+    export = partial(export_model, tmp_path, model, SIZED, build)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model.pt2").write_text("the older one")
+    with pytest.raises(ExplainedError, match=words):
+        export_checkpoint("torch-export", export, EXAMPLE, samples(), metric)
+    assert [path.name for path in (tmp_path / "model").iterdir()] == ["model.pt2"]
+    assert (tmp_path / "model" / "model.pt2").read_text() == "the older one"

@@ -23,12 +23,12 @@ from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root: utils/ needs no install
 
 from utils import checkpoint, preflight
-from utils.augment import normalise, random_crop_flip
+from utils.augment import centre_square, normalise, random_crop_flip
 from utils.batchnorm import convert_batchnorm, resolve_group
 from utils.console import Progress, Table, say
 from utils.distributed import gather_objects, on_main_process
 from utils.errors import FINISHED, PREEMPTED, UsageError, exit_with
-from utils.export import export_model
+from utils.export import describe_input, export_checkpoint, export_model
 from utils.flags import BatchNormGroup, RunFlags, check_flags
 from utils.guard import Guard, stopped_before_restart
 from utils.metrics import Speed, Sums, peak_memory_bytes
@@ -36,6 +36,7 @@ from utils.models import check_forward, load_initial_weights, torchvision_model
 from utils.order import MicroBatchSampler, SampleOrder, ShardSampler, steps_per_epoch
 from utils.pictures import ErrorFinder, draw_errors
 from utils.plan import explain_out_of_memory, plan_batches
+from utils.predict import classify
 from utils.profile import Profiled
 from utils.rundir import choose_directory, continue_command
 from utils.small_images import ImageData, TensorLoader, Tensors, load_small_images, storage_device
@@ -150,6 +151,7 @@ def evaluate(
 
 def main(cfg: Config) -> int:
     # ---- Setup -------------------------------------------------------------------------------
+    cfg = cfg.as_in_run()  # --export and --predict: the run's own flags
     check_flags(
         asdict(cfg),
         positive="epochs lr",
@@ -175,6 +177,8 @@ def main(cfg: Config) -> int:
     guard = Guard(directory, nonfinite=cfg.nonfinite, hang_timeout=cfg.hang_timeout)
     resume_from = checkpoint.resume_path(cfg.resume, directory)
     say(f"world     {world_line(accelerator)}")
+    if cfg.predict:
+        return classify(cfg.predict, cfg.resume, directory, build_model, centre_square, device)
 
     # ---- Data --------------------------------------------------------------------------------
     data = on_main_process(
@@ -203,7 +207,8 @@ def main(cfg: Config) -> int:
     build = partial(build_model, cfg.model, len(data.classes), image_size)
     torch.manual_seed(cfg.seed)  # the same weights on every process
     model = build()
-    load_initial_weights(model, cfg.weights, cfg.model)
+    if cfg.export == "none":  # else the checkpoint has them all
+        load_initial_weights(model, cfg.weights, cfg.model)
     model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     # Before the optimizer and `prepare`: groups of examples share statistics, on any layout.
     bn_plan = convert_batchnorm(model, bn_group, plan.micro_batch_size)
@@ -285,6 +290,17 @@ def main(cfg: Config) -> int:
     elif cfg.eval_only or cfg.resume not in ("auto", "never"):
         raise UsageError(f"no usable checkpoint in {resume_from or directory}")
     sampler.start_step = step
+    description = {
+        "architecture": cfg.model,
+        "small_image_stem": isinstance(plain_model, ResNet) and image_size <= 64,
+        "classes": data.classes,
+        **describe_input(data.mean, data.std, image_size),
+    }
+    about = {"flags": asdict(cfg), "model": description, "build": build.args}
+    export = partial(export_model, directory, plain_model, description, build)
+    if cfg.export != "none":
+        on_cpu = partial(evaluate, transform=partial(to_input, data), device=torch.device("cpu"))
+        return export_checkpoint(cfg.export, export, example, test_loader, on_cpu)
 
     # ---- Train -------------------------------------------------------------------------------
     say(f"""\
@@ -377,7 +393,7 @@ run       {directory}""")
                     optimizer=optimizer,
                     scaler=accelerator.scaler,
                     extra={"digest": digest, "skipped": skipped, "evaluation_due": evaluation_due},
-                    manifest={"recipe": recipe, **derived},
+                    manifest={"recipe": recipe, **about, **derived},
                     keep=cfg.keep_checkpoints,
                     score=score,
                 )
@@ -392,17 +408,7 @@ run       {directory}""")
         progress.close()
 
         # ---- Finish --------------------------------------------------------------------------
-        description = {
-            "architecture": cfg.model,
-            "small_image_stem": image_size <= 64,
-            "classes": data.classes,
-            "image_size": image_size,
-            "mean": data.mean,
-            "std": data.std,
-        }
-        on_main_process(
-            lambda: export_model(directory, plain_model, description, build, example.to(device))
-        )
+        on_main_process(lambda: export(example.to(device)))
         run.end("finished")
     say(f"finished  {directory}: metrics.jsonl, curves.png, model/model.safetensors")
     say(run.tracker_line())

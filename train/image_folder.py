@@ -24,12 +24,12 @@ from torchvision.transforms import v2
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root: utils/ needs no install
 
 from utils import checkpoint, preflight
-from utils.augment import IMAGENET_MEAN, IMAGENET_STD, normalise
+from utils.augment import IMAGENET_MEAN, IMAGENET_STD, centre_square, normalise
 from utils.batchnorm import convert_batchnorm, resolve_group
 from utils.console import Progress, Table, say
 from utils.distributed import gather_objects, on_main_process
 from utils.errors import FINISHED, PREEMPTED, UsageError, exit_with
-from utils.export import export_model
+from utils.export import describe_input, export_checkpoint, export_model
 from utils.flags import BatchNormGroup, RunFlags, check_flags
 from utils.guard import Guard, stopped_before_restart
 from utils.image_loading import BadImages, ImageDataset, ImageLoader, verify_images
@@ -39,6 +39,7 @@ from utils.models import check_forward, load_initial_weights, torchvision_model
 from utils.order import MicroBatchSampler, SampleOrder, ShardSampler, steps_per_epoch
 from utils.pictures import ErrorFinder, draw_errors
 from utils.plan import explain_out_of_memory, plan_batches
+from utils.predict import classify
 from utils.profile import Profiled
 from utils.rundir import choose_directory, continue_command
 from utils.start import default_workers, open_accelerator, seed_dropout, world_line
@@ -88,10 +89,8 @@ def train_transform(image_size: int, crop_scale: float, flip: bool) -> v2.Transf
 
 
 def eval_transform(image: torch.Tensor, image_size: int, crop_pct: float) -> torch.Tensor:
-    """The middle square, resized; cropped first, since a thin strip cannot be resized at will."""
-    side = max(1, round(min(image.shape[-2:]) * crop_pct))
-    square = v2.functional.center_crop(image, [side, side])
-    return v2.functional.resize(square, [image_size, image_size], antialias=True)
+    """The middle square, resized; of --predict too."""
+    return centre_square(image, image_size, crop_pct)
 
 
 # ---- Model -----------------------------------------------------------------------------------
@@ -159,6 +158,7 @@ def evaluate(
 
 def main(cfg: Config) -> int:
     # ---- Setup -------------------------------------------------------------------------------
+    cfg = cfg.as_in_run()  # --export and --predict: the run's own flags
     check_flags(
         asdict(cfg),
         positive="epochs lr image_size",
@@ -185,6 +185,8 @@ def main(cfg: Config) -> int:
     guard = Guard(directory, nonfinite=cfg.nonfinite, hang_timeout=cfg.hang_timeout)
     resume_from = checkpoint.resume_path(cfg.resume, directory)
     say(f"world     {world_line(accelerator)}")
+    if cfg.predict:
+        return classify(cfg.predict, cfg.resume, directory, build_model, eval_transform, device)
 
     # ---- Data --------------------------------------------------------------------------------
     data = on_main_process(lambda: open_image_sets(cfg.dataset, cfg.subset))
@@ -221,7 +223,8 @@ def main(cfg: Config) -> int:
     build = partial(build_model, cfg.model, len(data.classes), image_size)
     torch.manual_seed(cfg.seed)  # the same weights on every process
     model = build()
-    load_initial_weights(model, cfg.weights, cfg.model)
+    if cfg.export == "none":  # else the checkpoint has them all
+        load_initial_weights(model, cfg.weights, cfg.model)
     model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     # Before the optimizer and `prepare`: groups of examples share statistics, on any layout.
     bn_plan = convert_batchnorm(model, bn_group, plan.micro_batch_size)
@@ -303,6 +306,17 @@ def main(cfg: Config) -> int:
     elif cfg.eval_only or cfg.resume not in ("auto", "never"):
         raise UsageError(f"no usable checkpoint in {resume_from or directory}")
     sampler.start_step = step
+    description = {
+        "architecture": cfg.model,
+        "small_image_stem": isinstance(plain_model, ResNet) and image_size <= 32,
+        "classes": data.classes,
+        **describe_input(IMAGENET_MEAN, IMAGENET_STD, image_size, cfg.crop_pct),
+    }
+    about = {"flags": asdict(cfg), "model": description, "build": build.args}
+    export = partial(export_model, directory, plain_model, description, build)
+    if cfg.export != "none":
+        on_cpu = partial(evaluate, transform=to_input, device=torch.device("cpu"))
+        return export_checkpoint(cfg.export, export, example, test_loader, on_cpu)
 
     # ---- Train -------------------------------------------------------------------------------
     say(f"""\
@@ -397,7 +411,7 @@ run       {directory}""")
                     optimizer=optimizer,
                     scaler=accelerator.scaler,
                     extra={"digest": digest, "skipped": skipped, "evaluation_due": evaluation_due},
-                    manifest={"recipe": recipe, **derived},
+                    manifest={"recipe": recipe, **about, **derived},
                     keep=cfg.keep_checkpoints,
                     score=score,
                 )
@@ -412,18 +426,7 @@ run       {directory}""")
         progress.close()
 
         # ---- Finish --------------------------------------------------------------------------
-        description = {
-            "architecture": cfg.model,
-            "small_image_stem": image_size <= 32,
-            "classes": data.classes,
-            "image_size": image_size,
-            "crop_pct": cfg.crop_pct,
-            "mean": IMAGENET_MEAN,
-            "std": IMAGENET_STD,
-        }
-        on_main_process(
-            lambda: export_model(directory, plain_model, description, build, example.to(device))
-        )
+        on_main_process(lambda: export(example.to(device)))
         run.end("finished")
     say(f"finished  {directory}: metrics.jsonl, curves.png, model/model.safetensors")
     say(run.tracker_line())

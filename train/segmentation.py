@@ -29,7 +29,7 @@ from utils.batchnorm import convert_batchnorm, resolve_group
 from utils.console import Progress, Table, say
 from utils.distributed import gather_objects, on_main_process
 from utils.errors import FINISHED, PREEMPTED, UsageError, exit_with
-from utils.export import export_model
+from utils.export import describe_input, export_checkpoint, export_model
 from utils.flags import BatchNormGroup, RunFlags, check_flags
 from utils.guard import Guard, stopped_before_restart
 from utils.image_loading import BadImages, ImageLoader
@@ -40,6 +40,7 @@ from utils.models import check_forward, load_initial_weights, torchvision_model
 from utils.order import MicroBatchSampler, SampleOrder, ShardSampler, steps_per_epoch
 from utils.pictures import draw_masks
 from utils.plan import explain_out_of_memory, plan_batches
+from utils.predict import segment
 from utils.profile import Profiled
 from utils.rundir import choose_directory, continue_command
 from utils.start import default_workers, open_accelerator, seed_dropout, world_line
@@ -51,7 +52,7 @@ from utils.window import Batch, Totals, Window, WindowLoader, gradient_norm, to_
 @dataclass(frozen=True)
 class Config(RunFlags):
     # Data
-    dataset: str  # a folder with images/, masks/ and meta.json, of parquet, or a hub name
+    dataset: str = "camvid"  # a folder of images/, masks/, meta.json, one of parquet, or a hub name
     num_classes: int = 0  # mask values are 0 to N-1; 0 = as meta.json says
     ignore_index: int = -1  # mask value of pixels without a label; -1 = as meta.json says, or none
     crop_size: int = 160  # height and width in training; evaluation takes whole images
@@ -161,6 +162,7 @@ def evaluate(model: torch.nn.Module, loader, transform, device, classes) -> dict
 
 def main(cfg: Config) -> int:
     # ---- Setup -------------------------------------------------------------------------------
+    cfg = cfg.as_in_run()  # --export and --predict: the run's own flags
     check_flags(
         asdict(cfg),
         positive="epochs lr crop_size max_scale",
@@ -187,6 +189,8 @@ def main(cfg: Config) -> int:
     guard = Guard(directory, nonfinite=cfg.nonfinite, hang_timeout=cfg.hang_timeout)
     resume_from = checkpoint.resume_path(cfg.resume, directory)
     say(f"world     {world_line(accelerator)}")
+    if cfg.predict:
+        return segment(cfg.predict, cfg.resume, directory, build_model, device)
 
     # ---- Data --------------------------------------------------------------------------------
     data = on_main_process(
@@ -220,7 +224,8 @@ def main(cfg: Config) -> int:
     build = partial(build_model, cfg.model, len(classes), cfg.auxiliary_weight > 0)
     torch.manual_seed(cfg.seed)  # the same weights on every process
     model = build()
-    load_initial_weights(model, cfg.weights, cfg.model)
+    if cfg.export == "none":  # else the checkpoint has them all
+        load_initial_weights(model, cfg.weights, cfg.model)
     model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     # Before the optimizer and `prepare`: groups of examples share statistics, on any layout.
     bn_plan = convert_batchnorm(model, bn_group, plan.micro_batch_size)
@@ -302,6 +307,19 @@ def main(cfg: Config) -> int:
     elif cfg.eval_only or cfg.resume not in ("auto", "never"):
         raise UsageError(f"no usable checkpoint in {resume_from or directory}")
     sampler.start_step = step
+    description = {
+        "architecture": cfg.model,
+        "auxiliary_head": getattr(plain_model, "aux_classifier", None) is not None,
+        "classes": classes,
+        "palette": data.classes.palette,
+        "mask_values": data.classes.values,
+        **describe_input(IMAGENET_MEAN, IMAGENET_STD),
+    }
+    about = {"flags": asdict(cfg), "model": description, "build": build.args}
+    export = partial(export_model, directory, plain_model, description, build)
+    if cfg.export != "none":
+        on_cpu = partial(evaluate, transform=to_input, device=torch.device("cpu"), classes=classes)
+        return export_checkpoint(cfg.export, export, example, test_loader, on_cpu)
 
     # ---- Train -------------------------------------------------------------------------------
     say(f"""\
@@ -396,7 +414,7 @@ run       {directory}""")
                     optimizer=optimizer,
                     scaler=accelerator.scaler,
                     extra={"digest": digest, "skipped": skipped, "evaluation_due": evaluation_due},
-                    manifest={"recipe": recipe, **derived},
+                    manifest={"recipe": recipe, **about, **derived},
                     keep=cfg.keep_checkpoints,
                     score=score,
                 )
@@ -411,17 +429,7 @@ run       {directory}""")
         progress.close()
 
         # ---- Finish --------------------------------------------------------------------------
-        description = {
-            "architecture": cfg.model,
-            "auxiliary_head": getattr(plain_model, "aux_classifier", None) is not None,
-            "classes": classes,
-            "palette": data.classes.palette,
-            "mean": IMAGENET_MEAN,
-            "std": IMAGENET_STD,
-        }
-        on_main_process(
-            lambda: export_model(directory, plain_model, description, build, example.to(device))
-        )
+        on_main_process(lambda: export(example.to(device)))
         run.end("finished")
     say(f"finished  {directory}: metrics.jsonl, curves.png, model/model.safetensors")
     say(run.tracker_line())

@@ -3,6 +3,7 @@
 from functools import partial
 
 import torch
+from torchvision.transforms.v2 import functional
 
 from utils.order import random_integers
 
@@ -66,6 +67,20 @@ def normalise(images: torch.Tensor, mean: list[float], std: list[float]) -> torc
     shift, scale = levels.to(images.device, non_blocking=True)  # (W * C); the host does not wait
     pixels.flatten(2).sub_(shift).div_(scale)
     return pixels.permute(0, 3, 1, 2)
+
+
+def centre_square(image: torch.Tensor, image_size: int, crop_pct: float) -> torch.Tensor:
+    """The middle square, resized; cropped first, since a thin strip cannot be resized at will.
+
+    Args:
+        image: uint8 (3, H, W).
+        crop_pct: the square's share of the shorter side.
+
+    Returns uint8 (3, image_size, image_size).
+    """
+    side = max(1, round(min(image.shape[-2:]) * crop_pct))
+    square = functional.center_crop(image, [side, side])
+    return functional.resize(square, [image_size, image_size], antialias=True)
 
 
 def whitening_filters(images: torch.Tensor, size: int, epsilon: float = 5e-4) -> torch.Tensor:

@@ -35,7 +35,7 @@ MANIFEST_TYPES = {"step": int, "total_steps": int, "order_version": int, "recipe
 FREE_FLAGS = frozenset(
     "dataset epochs max_steps micro_batch_size num_workers output_dir resume stop_after save_every"
     " keep_checkpoints eval_every log_every eval_only tracker find_unused_parameters comm_hook"
-    " bn_group nonfinite hang_timeout verify_data bad_images profile".split()
+    " bn_group nonfinite hang_timeout verify_data bad_images profile export predict".split()
 )
 
 

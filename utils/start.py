@@ -61,8 +61,7 @@ def open_accelerator(
     """
     open_log(None)  # what is said until the run has a directory is held for its log
     on_cpu = _cpu_chosen() or not torch.accelerator.is_available()
-    # Read before Accelerate overwrites it. `srun python SCRIPT` has only the number of tasks.
-    asked = get_int_from_env((*WORLD_SIZES, "SLURM_STEP_NUM_TASKS"), 1)
+    asked = processes_asked_for()  # read before Accelerate overwrites it
     _check_devices(on_cpu)
     _check_launcher(on_cpu)
     hook = {"none": "no", "bf16": "bf16", "fp16": "fp16"}[comm_hook]
@@ -91,6 +90,14 @@ def open_accelerator(
     elif torch.cuda.is_available():
         torch.set_float32_matmul_precision("high")  # TF32, as convolutions have it by default
     return accelerator
+
+
+def processes_asked_for() -> int:
+    """How many processes the launcher has started, over all machines.
+
+    `srun python SCRIPT` has only the number of tasks.
+    """
+    return get_int_from_env((*WORLD_SIZES, "SLURM_STEP_NUM_TASKS"), 1)
 
 
 def check_world(accelerator: Accelerator, asked: int, on_cpu: bool) -> None:
