@@ -7,25 +7,22 @@ import json
 import math
 import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from utils.checkpoint import set_aside_newer
 from utils.console import warn
 from utils.distributed import on_main_process, rank
+from utils.environment import environment
 from utils.errors import ExplainedError, UsageError
 from utils.files import read_json, read_json_lines, write_json, write_text
 from utils.trackers import Tracker
 
 CONFIG, METRICS, STATUS = "config.json", "metrics.jsonl", "status.json"
 HEARTBEAT_SECONDS = 10.0
-PACKAGES = ("torch", "torchvision", "accelerate", "datasets", "numpy", "wandb")
 
 
 class Run:
@@ -172,28 +169,6 @@ def is_finished(directory: Path) -> bool:
     """Whether the run in `directory` came to its end; the main process looks for all."""
     status = on_main_process(lambda: read_json(directory / STATUS)) or {}
     return status.get("state") == "finished"
-
-
-def environment() -> dict[str, Any]:
-    """Versions and the git commit of this repository, for config.json."""
-    versions = {"python": ".".join(map(str, sys.version_info[:3]))}
-    for package in PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    root = Path(__file__).resolve().parents[1]
-    try:
-        git = subprocess.run(
-            ["git", "-C", str(root), "rev-parse", "HEAD"],
-            capture_output=True,
-            text=True,
-            timeout=10,
-        )
-        commit = git.stdout.strip() or None
-    except (OSError, subprocess.TimeoutExpired):
-        commit = None
-    return {"versions": versions, "git_commit": commit}
 
 
 def _json_value(value: Any) -> Any:
