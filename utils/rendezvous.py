@@ -99,8 +99,7 @@ def describe(rank: int, num_machines: int, dataset: str) -> dict[str, Any]:
     code = hashlib.sha256()
     for path in sorted([*(ROOT / "train").glob("*.py"), *(ROOT / "utils").rglob("*.py")]):
         code.update(path.read_bytes())
-    commit = about["git_commit"] or "none"
-    alike = {"git commit": commit, f"code of {commit[:12]}": code.hexdigest()[:12]}
+    alike = {"git commit": about["git_commit"] or "none", "code": code.hexdigest()[:12]}
     alike |= {f"version of {name}": version for name, version in about["versions"].items()}
     if dataset:
         alike[f"data in {dataset}"] = fingerprint(Path(dataset).expanduser())
@@ -115,9 +114,10 @@ def compare(machines: list[dict[str, Any]]) -> Iterator[str]:
     """What is not the same on all, from their descriptions; machine 0 first."""
     first = machines[0]
     for other in machines[1:]:
-        for key, value in first["alike"].items():
+        odd = {k: v for k, v in first["alike"].items() if other["alike"].get(k) != v}
+        for key, value in odd.items():
             found = other["alike"].get(key, "not given")
-            if found != value:
+            if key != "code" or "git commit" not in odd:  # which says it already
                 yield (
                     f"{key}: {value} on {first['host']}, {found} on {other['host']}; all machines "
                     "need the same command, checkout, packages and data"

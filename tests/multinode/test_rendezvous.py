@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from tests.pool import free_port
 
 COMMAND = [sys.executable, str(REPOSITORY / "utils" / "rendezvous.py")]
 TIMEOUT = 8.0
+OUTPUT = dict(check=True, capture_output=True, text=True)
 ALONE = ["--num-machines", "1", "--machine-rank", "0", "--main-process-ip", "127.0.0.1"]
 
 
@@ -48,13 +50,18 @@ def test_bad_flags_are_wrong_usage(changes, words):
 
 
 class Check:
-    """The command on both hosts; `flags` and `environment` by host change what is right."""
+    """The command on both hosts; `flags` and `environment` by host change what is right.
 
-    def __init__(self, network, folder: Path, flags=None, environment=None, absent=(), size=2):
+    copy: the repository that machine 1 has.
+    """
+
+    def __init__(self, network, folder, flags=None, environment=None, absent=(), copy=REPOSITORY):
         self.codes, self.logs, started = {}, {}, {}
         start = time.monotonic()
         for host in (h for h in network.hosts if h not in absent):
-            command = [*COMMAND, "--num-machines", str(size), "--machine-rank", str(host)]
+            command = [*COMMAND, "--num-machines", "2", "--machine-rank", str(host)]
+            if host == 1:
+                command[1] = str(copy / "utils" / "rendezvous.py")
             command += ["--main-process-ip", network.addresses[0], "--timeout", str(TIMEOUT)]
             log = folder / f"check{host}.log"
             variables = {**os.environ, **(environment or {}).get(host, {})}
@@ -200,7 +207,18 @@ def fake_clock(folder: Path) -> dict[str, str]:
 def test_machines_that_are_not_alike(network, tmp_path, fake, words):
     check = Check(network, tmp_path, environment={1: fake(tmp_path)})
     check.assert_named(words, 0, 1)
-    assert check.seconds < TIMEOUT / 2
+    assert check.seconds < TIMEOUT / 2 and check.said(0).count("error: ") == 1
+
+
+@pytest.mark.slow
+def test_other_code_of_the_same_commit(network, tmp_path):
+    copy = tmp_path / "copy"
+    for folder in ("train", "utils"):
+        shutil.copytree(REPOSITORY / folder, copy / folder)
+    (copy / "utils" / "order.py").write_text("# edited\n")
+    git = subprocess.run(["git", "rev-parse", "--absolute-git-dir"], cwd=REPOSITORY, **OUTPUT)
+    check = Check(network, tmp_path, environment={1: {"GIT_DIR": git.stdout.strip()}}, copy=copy)
+    check.assert_named(r"code: \w+ on node0, \w+ on node1", 0, 1)
 
 
 @pytest.mark.slow
