@@ -39,6 +39,7 @@ class Launch:
         *launcher: str,
         processes: int = 2,
         fault: str = "",
+        environment: dict[str, str] | None = None,
         script_flags: tuple[str, ...] = (),
         **changes,
     ):
@@ -52,7 +53,8 @@ class Launch:
         self._command = [*ACCELERATE, *file, "--num_processes", str(processes * len(self.logs))]
         self._command += ["--num_machines", str(len(self.logs)), *launcher]
         self._flags = [str(SCRIPT), *script_flags, *flags(directory, **changes)]
-        self._environment = launch_environment(directory.parent, FAULT=fault, OMP_NUM_THREADS="1")
+        variables = {"FAULT": fault, "OMP_NUM_THREADS": "1", **(environment or {})}
+        self._environment = launch_environment(directory.parent, **variables)
         self.processes: list[subprocess.Popen] = [self.start(host) for host in network.hosts]
 
     def start(self, host: int) -> subprocess.Popen:
