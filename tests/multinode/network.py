@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import cache
 from itertools import count
 from pathlib import Path
 
@@ -28,15 +29,22 @@ def ip(*words: str) -> str:
     return subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout
 
 
+@cache
 def unavailable() -> str:
-    """Why there can be no namespaces here; "" when there can."""
+    """Why there can be no hosts here; "" when there can."""
     if not shutil.which("ip") or not shutil.which("unshare"):
         return "no `ip` or `unshare` command"
+    probe = f"{PREFIX}{os.getpid()}-probe"
+    inside = ["ip", "netns", "exec", probe, "unshare", "--uts", "hostname", "probe"]
     try:
-        subprocess.run(["unshare", "--net", "--mount", "--uts", "true"], check=True)
-        ip("netns", "list")
-    except (OSError, subprocess.CalledProcessError):
+        ip("netns", "add", probe)
+        ip("-n", probe, "link", "add", "one", "type", "veth", "peer", "name", "two")
+        ip("-n", probe, "link", "add", "bridge0", "type", "bridge")
+        subprocess.run(inside, check=True, capture_output=True)
+    except subprocess.CalledProcessError:
         return "no right to make network namespaces"
+    finally:
+        subprocess.run(["ip", "netns", "delete", probe], capture_output=True)
     return ""
 
 
