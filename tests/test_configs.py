@@ -148,6 +148,7 @@ FILES = {  # processes, machines, kind, on the CPU, precision
     "multi_gpu.yaml": (8, 1, "MULTI_GPU", False, "bf16"),
     "multi_gpu_fp16.yaml": (8, 1, "MULTI_GPU", False, "fp16"),
     "multi_node.yaml": (16, 2, "MULTI_GPU", False, "bf16"),
+    "multi_node_cpu.yaml": (4, 2, "MULTI_GPU", True, "no"),
 }
 
 
@@ -182,6 +183,7 @@ def test_file_says_what_its_name_says(name):
         ("multi_gpu.yaml", "8", False),
         ("multi_gpu_fp16.yaml", "8", False),
         ("multi_node.yaml", "8", False),
+        ("multi_node_cpu.yaml", "2", True),
     ],
 )
 def test_what_accelerate_hands_to_torchrun(monkeypatch, name, processes, hidden):
@@ -197,7 +199,7 @@ def test_what_accelerate_hands_to_torchrun(monkeypatch, name, processes, hidden)
     launch_command(launch_command_parser().parse_args(command))
     assert seen["nproc_per_node"] == processes
     assert seen["visible"] == ([] if hidden else list(range(16)))  # no GPU, on a machine with 16
-    if name == "multi_node.yaml":
+    if name.startswith("multi_node"):
         assert (seen["nnodes"], seen["rdzv_endpoint"]) == ("2", f"10.0.0.1:{port}")
 
 

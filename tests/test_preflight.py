@@ -228,7 +228,11 @@ def test_network_names_one_slow_link():
         ({}, "pass", "5% communicating"),
         ({"alone": 1.4}, "warn", "rank 1 computes 1.5.*straggler"),
         ({"wait": 0.6}, "warn", "bottleneck"),
-        ({"seconds": 2.0}, "warn", "communicating.*comm-hook"),
+        (
+            {"seconds": 2.0},
+            "warn",
+            "communication-bound: about 5.%.*larger batch.*accum.*comm hook",
+        ),
         ({"grows": "4x10"}, "fail", "rank 1.*4x10.*graph"),
     ],
 )
@@ -241,6 +245,17 @@ def test_speed_on_accelerators(second, result, words):
     finding = judge_speed([facts, facts | second], job)
     assert finding.result == result
     assert re.search(words, f"{finding.seen} {finding.remedy}")
+
+
+@pytest.mark.parametrize(("processes", "result"), [(2, "pass"), (1, "warn")])
+def test_communication_on_cpus_is_judged_between_machines(processes, result):
+    facts = dict(processes=processes, threads=2, cores=8, updates=10, seconds=1.0, alone=0.1)
+    facts |= dict(wait=0.0, grows="", peak=1)
+    job = SimpleNamespace(
+        plan=SimpleNamespace(global_batch_size=8), total_steps=9, device=torch.device("cpu")
+    )
+    slower = judge_speed([facts, facts | {"alone": 0.2}], job)
+    assert slower.result == result and ("about 80%" in slower.seen) == (result == "warn")
 
 
 def state_after_preflight(directory: str, config: dict) -> list[str]:

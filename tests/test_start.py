@@ -7,6 +7,7 @@ with GPUs are simulated, and Accelerate is replaced by a recorder except in the 
 import os
 import platform
 import re
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -256,3 +257,18 @@ def test_freed_memory_is_used_again():
         torch.ones(megabytes * 2**18, dtype=torch.float32)  # freed at once
     once = megabytes * 2**20 // resource.getpagesize()
     assert page_faults() - before < 3 * once
+
+
+def test_the_processes_of_one_start_agree_on_a_place_of_their_own():
+    """In a store that still has what the processes of earlier starts have written."""
+    store = torch.distributed.HashStore()
+    store.set("hello/1", "a process that is gone")
+    places = []
+    for _ in range(2):
+        with ThreadPoolExecutor() as threads:
+            own = [threads.submit(start._agree_on_place, store, rank, 3) for rank in range(3)]
+        found = {one.result(timeout=60) for one in own}
+        assert len(found) == 1
+        places += found
+    assert len(set(places)) == 2
+    assert start._agree_on_place(store, 0, 1) not in places

@@ -302,7 +302,7 @@ def main(cfg: Config) -> int:
     # ---- Resume ------------------------------------------------------------------------------
     recipe = checkpoint.recipe_of(asdict(cfg), bn_group=bn_group, data_fingerprint=data.fingerprint)
     step, digest, skipped, evaluation_due = 0, 0, 0, False
-    found = checkpoint.find_checkpoint(resume_from) if resume_from else None
+    found = checkpoint.find_checkpoint(resume_from, cfg.save_on_each_node) if resume_from else None
     if found is not None:
         checkpoint.check_same_recipe(found, recipe, total_steps)
         extra = checkpoint.load_checkpoint(
@@ -421,6 +421,7 @@ run       {directory}""")
                     manifest={"recipe": recipe, **about, **derived},
                     keep=cfg.keep_checkpoints,
                     score=score,
+                    on_each_node=cfg.save_on_each_node,
                 )
                 run.log(step, {"perf/checkpoint_seconds": seconds})
             if stop:

@@ -34,6 +34,7 @@ from utils.flags import BatchNormGroup, RunFlags, check_flags
 from utils.guard import Guard, stopped_before_restart
 from utils.image_loading import BadImages, ImageDataset, ImageLoader, verify_images
 from utils.image_sets import open_image_sets
+from utils.machines import find_on_each_machine
 from utils.metrics import Speed, Sums, peak_memory_bytes
 from utils.models import check_forward, load_initial_weights, torchvision_model
 from utils.order import MicroBatchSampler, SampleOrder, ShardSampler, steps_per_epoch
@@ -189,7 +190,7 @@ def main(cfg: Config) -> int:
         return classify(cfg.predict, cfg.resume, directory, build_model, eval_transform, device)
 
     # ---- Data --------------------------------------------------------------------------------
-    data = on_main_process(lambda: open_image_sets(cfg.dataset, cfg.subset))
+    data = find_on_each_machine(cfg.dataset, partial(open_image_sets, cfg.dataset, cfg.subset))
     image_size, bad_images = cfg.image_size, BadImages(directory, cfg.bad_images)
     num_workers = default_workers() if cfg.num_workers == -1 else cfg.num_workers
     if cfg.verify_data:
@@ -294,7 +295,7 @@ def main(cfg: Config) -> int:
     # ---- Resume ------------------------------------------------------------------------------
     recipe = checkpoint.recipe_of(asdict(cfg), bn_group=bn_group, **data.identity)
     step, digest, skipped, evaluation_due = 0, 0, 0, False
-    found = checkpoint.find_checkpoint(resume_from) if resume_from else None
+    found = checkpoint.find_checkpoint(resume_from, cfg.save_on_each_node) if resume_from else None
     if found is not None:
         checkpoint.check_same_recipe(found, recipe, total_steps)
         extra = checkpoint.load_checkpoint(
@@ -414,6 +415,7 @@ run       {directory}""")
                     manifest={"recipe": recipe, **about, **derived},
                     keep=cfg.keep_checkpoints,
                     score=score,
+                    on_each_node=cfg.save_on_each_node,
                 )
                 run.log(step, {"perf/checkpoint_seconds": seconds})
             if stop:

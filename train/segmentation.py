@@ -33,6 +33,7 @@ from utils.export import describe_input, export_checkpoint, export_model
 from utils.flags import BatchNormGroup, RunFlags, check_flags
 from utils.guard import Guard, stopped_before_restart
 from utils.image_loading import BadImages, ImageLoader
+from utils.machines import find_on_each_machine
 from utils.mask_sets import find_masked_images
 from utils.masks import IGNORED, MASK_REMEDY, verify_masks
 from utils.metrics import ConfusionMatrix, Speed, Sums, intersection_over_union, peak_memory_bytes
@@ -193,9 +194,8 @@ def main(cfg: Config) -> int:
         return segment(cfg.predict, cfg.resume, directory, build_model, device)
 
     # ---- Data --------------------------------------------------------------------------------
-    data = on_main_process(
-        lambda: find_masked_images(cfg.dataset, cfg.subset, cfg.num_classes, cfg.ignore_index)
-    )
+    find = partial(find_masked_images, cfg.dataset, cfg.subset, cfg.num_classes, cfg.ignore_index)
+    data = find_on_each_machine(cfg.dataset, find)
     classes = data.classes.names
     train_set, test_set = data.train.augmented(partial(scale_crop_flip, cfg), cfg.seed), data.test
     num_workers = default_workers() if cfg.num_workers == -1 else cfg.num_workers
@@ -295,7 +295,7 @@ def main(cfg: Config) -> int:
     # ---- Resume ------------------------------------------------------------------------------
     recipe = checkpoint.recipe_of(asdict(cfg), bn_group=bn_group, data_fingerprint=data.fingerprint)
     step, digest, skipped, evaluation_due = 0, 0, 0, False
-    found = checkpoint.find_checkpoint(resume_from) if resume_from else None
+    found = checkpoint.find_checkpoint(resume_from, cfg.save_on_each_node) if resume_from else None
     if found is not None:
         checkpoint.check_same_recipe(found, recipe, total_steps)
         extra = checkpoint.load_checkpoint(
@@ -417,6 +417,7 @@ run       {directory}""")
                     manifest={"recipe": recipe, **about, **derived},
                     keep=cfg.keep_checkpoints,
                     score=score,
+                    on_each_node=cfg.save_on_each_node,
                 )
                 run.log(step, {"perf/checkpoint_seconds": seconds})
             if stop:

@@ -19,6 +19,7 @@ from utils.console import warn
 from utils.distributed import gather_objects, on_main_process, rank, world_size
 from utils.errors import ExplainedError, UsageError, first_line
 from utils.files import fsync_directory, read_json, read_tensors, write_json
+from utils.machines import is_first_on_disk, on_local_main_processes
 from utils.marks import mark
 from utils.order import ORDER_VERSION
 from utils.rundir import is_restart
@@ -35,7 +36,8 @@ MANIFEST_TYPES = {"step": int, "total_steps": int, "order_version": int, "recipe
 FREE_FLAGS = frozenset(
     "dataset epochs max_steps micro_batch_size num_workers output_dir resume stop_after save_every"
     " keep_checkpoints eval_every log_every eval_only tracker find_unused_parameters comm_hook"
-    " bn_group nonfinite hang_timeout verify_data bad_images profile export predict".split()
+    " bn_group nonfinite hang_timeout verify_data bad_images profile export predict"
+    " save_on_each_node".split()
 )
 
 
@@ -62,6 +64,7 @@ def save_checkpoint(
     manifest: dict[str, Any],
     keep: int,
     score: float | None = None,
+    on_each_node: bool = False,
 ) -> float:
     """Save the state after update `step`; called by all processes, written by the main one.
 
@@ -73,13 +76,14 @@ def save_checkpoint(
         keep: how many of the newest checkpoints stay, at least 1.
         score: the metric of this very state, where it has been evaluated; higher is better. The
             best of the saved ones stays too.
+        on_each_node: written once on each disk: machines share none, or not all of them one.
 
     Returns the seconds that it took. A failure (full disk, lost permission) raises on every process
     and leaves the older ones.
     """
     mark("save")
     start = time.perf_counter()
-    generators = gather_objects(_generator_states())
+    states, tokens = zip(*gather_objects((_generator_states(), os.urandom(8).hex())), strict=True)
 
     def write() -> None:
         final = directory / f"{PREFIX}{step:08d}"
@@ -91,7 +95,7 @@ def save_checkpoint(
             training = {
                 "optimizer": optimizer.state_dict(),
                 "scaler": scaler.state_dict() if scaler is not None else None,
-                "generators": list(generators),
+                "generators": list(states),
                 "extra": extra,
             }
             files = {
@@ -101,6 +105,7 @@ def save_checkpoint(
             content = {
                 **manifest,
                 "step": step,
+                "save_id": tokens[0],  # the same on every machine
                 "score": score,
                 "order_version": ORDER_VERSION,
                 "world_size": world_size(),
@@ -126,7 +131,11 @@ def save_checkpoint(
                 _discard(superseded)
         _remove_hidden(directory)
 
-    on_main_process(write)
+    if on_each_node:
+        is_writer = is_first_on_disk(directory, TEMPORARY)
+        on_local_main_processes(lambda: write() if is_writer else None)
+    else:
+        on_main_process(write)
     mark("step")
     return time.perf_counter() - start
 
@@ -136,30 +145,62 @@ def newest_name(directory: Path) -> str:
     return max((path.name for path in _numbered(directory)), default="none yet")
 
 
-def find_checkpoint(path: Path) -> Checkpoint | None:
+def find_checkpoint(path: Path, on_each_node: bool = False) -> Checkpoint | None:
     """The newest usable checkpoint of a run (RUN or RUN/checkpoints), or the one at `path`.
 
     The main process looks, and decides for all. A broken, foreign or half copied one is skipped
     with a line that names the file and the reason; None when there is none.
+
+    Args:
+        on_each_node: each machine looks on its own disk; the newest one that all of them have.
     """
+    if on_each_node:
+        return _find_common(path)
 
     def look() -> Checkpoint | None:
-        if (path / MANIFEST).exists() or path.name.startswith(PREFIX):
-            candidates = [path]
-        else:
-            folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-            candidates = sorted(folder.glob(f"{PREFIX}*"), key=_step_of, reverse=True)
-        for candidate in candidates:
-            try:
-                manifest = _verify(candidate)
-                if candidate != path and manifest["step"] != _step_of(candidate):
-                    raise ValueError(f"its name is not that of step {manifest['step']}")
-                return Checkpoint(candidate, manifest["step"], manifest)
-            except (ValueError, OSError) as reason:
-                warn(f"checkpoint {candidate} skipped: {reason}")
-        return None
+        usable = (_usable(candidate, path) for candidate in _candidates(path))
+        return next((found for found in usable if found is not None), None)
 
     return on_main_process(look)
+
+
+def _find_common(path: Path) -> Checkpoint | None:
+    """The newest one that all machines have, each on its own disk; or at `path`."""
+    own = on_local_main_processes(lambda: _candidates(path))
+    for one in sorted({one for candidates in own for one in candidates}, key=_step_of)[::-1]:
+        found = on_local_main_processes(lambda one=one: _usable(one, path))
+        absent = [str(machine) for machine, usable in enumerate(found) if usable is None]
+        ids = {usable.manifest.get("save_id") for usable in found if usable is not None}
+        if not absent and len(ids) == 1:
+            return found[0]
+        if rank() == 0:
+            reason = f"not on machine {', '.join(absent)}" if absent else "of different saves"
+            warn(f"checkpoint {one} skipped: {reason}")
+    return None
+
+
+def _folder(path: Path) -> Path:
+    """Where the checkpoints are, of RUN or RUN/checkpoints."""
+    return path / "checkpoints" if (path / "checkpoints").is_dir() else path
+
+
+def _candidates(path: Path) -> list[Path]:
+    """Checkpoints, unread, the newest first; `path` alone if it is one."""
+    if (path / MANIFEST).exists() or path.name.startswith(PREFIX):
+        return [path]
+    return sorted(_folder(path).glob(f"{PREFIX}*"), key=_step_of, reverse=True)
+
+
+def _usable(candidate: Path, asked_for: Path) -> Checkpoint | None:
+    """The checkpoint, or None with a line that says why not."""
+    try:
+        manifest = _verify(candidate)
+        if candidate != asked_for and manifest["step"] != _step_of(candidate):
+            raise ValueError(f"its name is not that of step {manifest['step']}")
+        return Checkpoint(candidate, manifest["step"], manifest)
+    except (ValueError, OSError) as reason:
+        warn(f"checkpoint {candidate} skipped: {reason}")
+        return None
 
 
 def set_aside_newer(directory: Path, step: int) -> None:
@@ -278,6 +319,11 @@ def _write_tensors(path: Path, value: Any) -> dict[str, Any]:
 def _read(path: Path) -> Any:
     try:
         return read_tensors(path)
+    except FileNotFoundError as reason:  # it was there on the main process
+        raise ExplainedError(
+            f"{path} is not on this machine: --output-dir on a disk that all machines share, or "
+            "--save-on-each-node (and a copy of the run's folder, where there is none yet)"
+        ) from reason
     except (OSError, ValueError) as reason:
         raise ExplainedError(f"{path} cannot be read: {reason}") from reason
 

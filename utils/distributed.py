@@ -1,6 +1,6 @@
 """What the other utils need of torch.distributed; everything works without a process group too."""
 
-import os
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -12,7 +12,7 @@ from utils.errors import ExplainedError, UsageError
 
 T = TypeVar("T")
 
-NOTE_TIMEOUT = timedelta(seconds=5)  # for the process that keeps the notes to answer
+NOTE_SECONDS = 5.0  # for the process that keeps the notes to answer
 _collective_timeout = timedelta(hours=1)  # outlasts a download by rank 0 while the others wait
 
 
@@ -103,19 +103,18 @@ class NoteBoard:
     """Short notes between the processes outside of any collective, so when one hangs too.
 
     They are kept by the store in which the processes have met. Where that is gone, with the
-    launcher or with rank 0, nothing is found and nothing raised.
+    launcher or with rank 0, or out of reach, nothing is found and nothing raised.
     """
 
     def __init__(self, name: str):
         self._store: Any = None
+        self._call_in_progress = threading.Thread()
         if world_size() > 1:
             try:
                 store = dist.distributed_c10d._get_default_store()
                 store = store.clone()  # a connection of its own: the other one may be waiting
-                store.set_timeout(NOTE_TIMEOUT)
-                # A launcher's store outlives its restarts, and would hand out old notes.
-                attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-                self._store = dist.distributed_c10d.PrefixStore(f"{name}/{attempt}", store)
+                store.set_timeout(timedelta(seconds=NOTE_SECONDS))
+                self._store = dist.distributed_c10d.PrefixStore(name, store)
             except RuntimeError:  # started by MPI, without a store
                 pass
 
@@ -131,12 +130,20 @@ class NoteBoard:
         return self._call(lambda store: store.add(key, 1) == 1, world_size() == 1)
 
     def is_lost(self) -> bool:
-        return self._store is None
+        return self._store is None or self._call_in_progress.is_alive()
 
     def _call(self, action: Callable[[Any], Any], otherwise: Any = None) -> Any:
-        if self._store is not None:
+        """The action's result; while the network is cut it waits for ever, in a thread."""
+        results: list[Any] = []
+
+        def call() -> None:
             try:
-                return action(self._store)
+                results.append(action(self._store))
             except (RuntimeError, ValueError):
                 self._store = None
-        return otherwise
+
+        if not self.is_lost():
+            self._call_in_progress = threading.Thread(target=call, daemon=True)
+            self._call_in_progress.start()
+            self._call_in_progress.join(NOTE_SECONDS)
+        return results[0] if results else otherwise

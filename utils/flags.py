@@ -31,6 +31,7 @@ class RunFlags:
     predict: str = ""  # an image or a folder of them, by the model of --resume RUN; exit
     save_every: int = 500  # updates between checkpoints; one at the end in any case
     keep_checkpoints: int = 2  # newest checkpoints that stay, and the best one
+    save_on_each_node: bool = False  # where the machines share no disk; resume needs all of them
     eval_every: int = 0  # updates between evaluations, one at the end; 0 = once an epoch
     log_every: int = 1  # updates between lines of metrics
     tracker: Literal["wandb", "tensorboard", "none"] = "wandb"  # offline without a key or network

@@ -41,6 +41,12 @@ def cache_hint(name: str) -> str:
     )
 
 
+def is_hub_name(name: str) -> bool:
+    """Whether it is written as `owner/name`, and nothing here has that path."""
+    written_so = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name)
+    return written_so is not None and not os.path.exists(os.path.expanduser(name))
+
+
 def open_dataset(name_or_path: str) -> datasets.DatasetDict:
     """The splits of a local folder, or of a hub data set `owner/name` (its cached copy first)."""
     import datasets
@@ -56,8 +62,7 @@ def open_dataset(name_or_path: str) -> datasets.DatasetDict:
                 f"--dataset {name_or_path}: this folder needs parquet files, or other data that "
                 f"datasets.load_dataset can read ({_cause(error)})"
             ) from error
-    is_hub_name = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name_or_path)
-    if not is_hub_name or os.path.exists(folder):  # a file, not a folder
+    if not is_hub_name(name_or_path):  # a file, or nothing at all
         shown = name_or_path or "''"
         raise UsageError(f"--dataset {shown}: no such folder (hub names are written owner/name)")
     return _open_cached(name_or_path) or _open_prepared(_download(name_or_path))

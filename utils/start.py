@@ -11,6 +11,7 @@ import os
 import platform
 import shutil
 import socket
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -26,6 +27,7 @@ from accelerate.utils import (
     get_int_from_env,
     parse_flag_from_env,
 )
+from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
@@ -37,6 +39,7 @@ from utils.order import hash64
 CPU_LAUNCH = "accelerate launch --config_file accelerate_configs/cpu_2.yaml SCRIPT"
 GPU_LAUNCH = "accelerate launch --config_file accelerate_configs/multi_gpu.yaml SCRIPT"
 MOST_WORKERS = 8
+PLACE = "place"  # the scheme of our own address, in torch's way to name them
 # How many processes were started, says torchrun or one of three kinds of MPI.
 WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 ENGINES = {
@@ -162,22 +165,48 @@ def world_line(accelerator: Accelerator) -> str:
 
 
 def _meeting_place() -> str | None:
-    """Where the processes find each other: None, or for a restarted job a place of its own.
+    """How the processes find each other: None, or for torchrun's own a place of its own.
 
-    The store of a launcher outlives its --max_restarts: the addresses of the killed processes are
-    still there, and the new ones would wait for them.
+    The store of a launcher outlives restarts: the addresses of processes that are gone are still
+    there, and the new ones would wait for them.
     """
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if attempt == "0":
-        return None
+    return f"{PLACE}://" if "TORCHELASTIC_RUN_ID" in os.environ else None
 
-    def meet(url: str, **kwargs) -> Iterator[tuple[Store, int, int]]:
-        store, rank, world_size = next(rendezvous("env://", **kwargs))
-        prefixed = PrefixStore(f"restart_{attempt}", store)
-        yield prefixed, rank, world_size
 
-    register_rendezvous_handler(f"restart{attempt}", meet)
-    return f"restart{attempt}://"
+def _meet(url: str, **kwargs) -> Iterator[tuple[Store, int, int]]:
+    """torch's own meeting, and from there to the place that these processes have agreed on."""
+    store, rank, world_size = next(rendezvous("env://", **kwargs))
+    yield PrefixStore(_agree_on_place(store, rank, world_size), store), rank, world_size
+
+
+def _agree_on_place(store: Store, rank: int, world_size: int) -> str:
+    """A name that the processes of this start share, and those of no earlier one.
+
+    The number of restarts is none: a node that has come back counts from 0 again.
+    """
+    own = os.urandom(8).hex()
+    if world_size == 1:
+        return own
+    if rank > 0:
+        store.set(f"hello/{rank}", own)
+        place = store.get(f"place/{own}").decode()
+        store.set(f"{place}/{rank}", "")
+        return place
+    others = range(1, world_size)
+    deadline = time.monotonic() + collective_timeout().total_seconds()
+    while True:
+        # A hello may be of a process that is gone. Each is answered, and the living ones come.
+        for hello in store.multi_get([f"hello/{other}" for other in others]):
+            store.set(f"place/{hello.decode()}", own)
+        try:
+            store.wait([f"{own}/{other}" for other in others], timedelta(seconds=0.5))
+            return own
+        except DistStoreError:
+            if time.monotonic() > deadline:
+                raise
+
+
+register_rendezvous_handler(PLACE, _meet)
 
 
 def _cpu_chosen() -> bool:

@@ -7,18 +7,16 @@ import json
 import math
 import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from utils.checkpoint import set_aside_newer
 from utils.console import note, open_log, warn
 from utils.distributed import on_main_process
+from utils.environment import environment
 from utils.errors import ExplainedError, UsageError, first_line
 from utils.files import read_json, read_json_lines, replace_bytes, write_json, write_text
 from utils.pictures import Picture
@@ -31,7 +29,6 @@ HEARTBEAT_SECONDS = 10.0
 PICTURE_SHARE = 0.01  # of the time of a run, that drawing may take
 PICTURE_SECONDS = 0.5  # that one is expected to take
 ALERT_SECONDS = 2.0  # to tell the tracker, before a process that hangs is ended
-PACKAGES = ("torch", "torchvision", "accelerate", "datasets", "numpy", "wandb")
 
 
 class Run:
@@ -221,28 +218,6 @@ def is_finished(directory: Path) -> bool:
     """Whether the run in `directory` came to its end; the main process looks for all."""
     status = on_main_process(lambda: read_json(directory / STATUS)) or {}
     return status.get("state") == "finished"
-
-
-def environment() -> dict[str, Any]:
-    """Versions and the git commit of this repository, for config.json."""
-    versions = {"python": ".".join(map(str, sys.version_info[:3]))}
-    for package in PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    root = Path(__file__).resolve().parents[1]
-    try:
-        git = subprocess.run(
-            ["git", "-C", str(root), "rev-parse", "HEAD"],
-            capture_output=True,
-            text=True,
-            timeout=10,
-        )
-        commit = git.stdout.strip() or None
-    except (OSError, subprocess.TimeoutExpired):
-        commit = None
-    return {"versions": versions, "git_commit": commit}
 
 
 def _json_value(value: Any) -> Any:

@@ -1,4 +1,5 @@
 """cifar.py on small made-up data with a fault in it, as real processes that may be killed.
+With --dataset: on those data.
 
 As a script it takes cifar.py's flags and is started by launchers; `Job` starts processes that are
 forked from one which has imported everything already, so that tests may start many.
@@ -184,9 +185,17 @@ def fault_pause_in_evaluation(cifar, marker: str, seconds: str) -> None:
     before(cifar, "compute_loss", loss)
 
 
-def fault_pace(cifar, seconds: str) -> None:
-    """Every update takes at least this long: a signal from outside meets its middle."""
-    before(cifar, "compute_loss", lambda _, model, *args: time.sleep(float(seconds)))
+def fault_pace(cifar, seconds: str, until: str = "") -> None:
+    """Every update takes at least this long: a signal from outside meets its middle.
+
+    Until there is a file of this name.
+    """
+
+    def wait(_, model, *args):
+        if not until or not Path(until).exists():
+            time.sleep(float(seconds))
+
+    before(cifar, "compute_loss", wait)
 
 
 # ---- One process -----------------------------------------------------------------------------
@@ -196,7 +205,8 @@ def main() -> int:
     if hasattr(os, "sched_setaffinity"):  # threads that spin would starve the other processes
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[my_rank() % len(cores)]})
-    with small_cifar(small_data(NUM_TRAIN, NUM_TEST)) as cifar:
+    made_up = None if "--dataset" in sys.argv else small_data(NUM_TRAIN, NUM_TEST)
+    with small_cifar(made_up) as cifar:
         for fault in os.environ.get("FAULT", "").split(","):
             name, *arguments = fault.split(":")
             if name:

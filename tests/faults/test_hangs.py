@@ -2,13 +2,15 @@
 
 import json
 import re
+import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from tests.faults.job import Job
 from tests.scripts import read_run
-from utils import hang, marks
+from utils import distributed, hang, marks
 from utils.distributed import NoteBoard
 from utils.hang import HangWatch, Place
 from utils.marks import mark
@@ -75,6 +77,24 @@ class Notes(NoteBoard):
 
     def read(self, key):
         return self.notes.get(key)
+
+
+def test_a_store_that_is_out_of_reach_does_not_stop_the_watch(monkeypatch):
+    """A cut cable: a question never returns, and later ones are not asked until it does."""
+    monkeypatch.setattr(distributed, "NOTE_SECONDS", 0.05)
+    joined, asked = threading.Event(), []
+    board = NoteBoard("")
+
+    def check(keys):
+        asked.append(keys)
+        return joined.wait(60.0)
+
+    board._store = SimpleNamespace(check=check, get=lambda key: b"a note")
+    assert board.read("place/1") is None and board.is_lost()
+    assert board.read("place/2") is None and len(asked) == 1
+    joined.set()
+    board._call_in_progress.join(60.0)
+    assert not board.is_lost() and board.read("place/1") == "a note"
 
 
 @pytest.fixture

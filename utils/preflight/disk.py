@@ -27,7 +27,7 @@ def checkpoints(job: Job) -> Steps:
         return Finding(NOT_CHECKED, "the model is sharded")
     folder = (yield str(job.directory / f"{FOLDER}-{uuid.uuid4().hex[:8]}"))[0]
     path = Path(folder)
-    main = job.accelerator.is_main_process
+    main, each = job.accelerator.is_main_process, bool(job.flags.get("save_on_each_node"))
     try:
         if main:
             path.mkdir(parents=True)
@@ -35,13 +35,14 @@ def checkpoints(job: Job) -> Steps:
         yield None
         everyone = yield (path / "seen").is_file()  # written by rank 0, on its machine
         missing = [rank for rank, sees in enumerate(everyone) if not sees]
-        if missing:
+        if missing and not each:
             return Finding(
                 FAIL,
                 f"{name_ranks(missing)} cannot see what rank 0 writes to {job.directory}",
-                "give an --output-dir on a file system that all machines share",
+                "give an --output-dir on a file system that all machines share, or "
+                "--save-on-each-node",
             )
-        facts = _save_and_load(job, path)
+        facts = _save_and_load(job, path, each)
         everyone = yield facts
         return _judge(everyone, job)
     except OSError as error:
@@ -51,11 +52,11 @@ def checkpoints(job: Job) -> Steps:
             "give an --output-dir with permission to write and space",
         )
     finally:
-        if main:
+        if main or each:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _save_and_load(job: Job, path: Path) -> dict[str, Any]:
+def _save_and_load(job: Job, path: Path, on_each_node: bool) -> dict[str, Any]:
     """A real checkpoint, loaded into copies of the model and the optimizer's state."""
     start = time.perf_counter()
     checkpoint.save_checkpoint(
@@ -67,9 +68,10 @@ def _save_and_load(job: Job, path: Path) -> dict[str, Any]:
         extra={"digest": 0},
         manifest={"recipe": {}, "total_steps": job.total_steps},
         keep=1,
+        on_each_node=on_each_node,
     )
     seconds = time.perf_counter() - start
-    found = checkpoint.find_checkpoint(path)
+    found = checkpoint.find_checkpoint(path, on_each_node)
     if found is None:
         return {"missing": True}
     model = copy.deepcopy(job.plain_model)

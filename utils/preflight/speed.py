@@ -19,6 +19,7 @@ from utils.preflight.truth import plain_copy
 from utils.start import local_world_size
 
 ROUND_TRIPS, LARGE_BYTES, REPEATS = 20, 8 << 20, 3
+SLOW_SECONDS = 0.1  # for a sixteenth of it: then that is large enough
 SLOW_LINK = 2.0  # times below the median bandwidth
 STRAGGLER = 1.3  # times above the median time
 PROBE_SECONDS, MOST_UPDATES = 8.0, 10
@@ -41,6 +42,12 @@ def measure_network(job: Job) -> dict[str, float]:
     large = torch.zeros(LARGE_BYTES // 4, dtype=torch.float32, device=job.device)
     dist.all_reduce(small)  # the first one opens the connections
     round_trip = min(_timed(lambda: dist.all_reduce(small), job) for _ in range(ROUND_TRIPS))
+    part = large[: len(large) // 16].clone()
+    slow = torch.tensor(float(_timed(lambda: dist.all_reduce(part), job) > SLOW_SECONDS))
+    slow = slow.to(job.device)
+    dist.broadcast(slow, 0)  # one clock decides for all
+    if slow.item():
+        large = part
     dist.all_reduce(large)
     whole = min(_timed(lambda: dist.all_reduce(large), job) for _ in range(REPEATS))
     link = 0.0
@@ -51,12 +58,12 @@ def measure_network(job: Job) -> dict[str, float]:
             seconds = min(
                 _timed(lambda to=second: dist.send(large, to), job) for _ in range(REPEATS)
             )
-            link = LARGE_BYTES / seconds
+            link = large.nbytes / seconds
         elif dist.get_rank() == second:
             for _ in range(REPEATS):
                 dist.recv(large, first)
         dist.barrier()
-    return {"round_trip": round_trip, "bandwidth": LARGE_BYTES / whole, "link": link}
+    return {"round_trip": round_trip, "bandwidth": large.nbytes / whole, "link": link}
 
 
 def _timed(action, job: Job) -> float:
@@ -186,8 +193,8 @@ def _growth(alive: list[Counter]) -> str:
 def judge_speed(everyone: list[dict[str, Any]], job: Job) -> Finding:
     """From each rank's figures (see measure_updates).
 
-    Processes on a CPU take each other's cores, so who is slow, and what the others' share is, is
-    judged on accelerators only.
+    Processes on a CPU take each other's cores, so who is slow is judged on accelerators only; how
+    much is communication, there and between machines.
     """
     seconds = max(answer["seconds"] for answer in everyone)
     wait = max(answer["wait"] for answer in everyone)
@@ -220,10 +227,11 @@ def judge_speed(everyone: list[dict[str, Any]], job: Job) -> Finding:
             "the device",
         )
     alone = [answer["alone"] for answer in everyone]
-    if len(everyone) == 1 or job.device.type == "cpu":
+    on_cpu, one_machine = job.device.type == "cpu", everyone[0]["processes"] == len(everyone)
+    if len(everyone) == 1 or (on_cpu and one_machine):
         return Finding(PASS, seen)
     median = sorted(alone)[(len(alone) - 1) // 2]
-    if max(alone) > STRAGGLER * median:
+    if max(alone) > STRAGGLER * median and not on_cpu:
         slow = alone.index(max(alone))
         return Finding(
             WARN,
@@ -235,8 +243,9 @@ def judge_speed(everyone: list[dict[str, Any]], job: Job) -> Finding:
     if share > COMMUNICATION_SHARE:
         return Finding(
             WARN,
-            f"{seen}, about {share:.0%} communicating",
-            "a small batch a device: raise --global-batch-size, accumulate (--micro-batch-size), "
-            "or --comm-hook bf16",
+            f"{seen}; communication-bound: about {share:.0%} of an update",
+            "gradients travel once an update, however large it is: raise --global-batch-size, as a "
+            "larger batch a device (--micro-batch-size 0), or by accumulation where the memory is "
+            "full (--micro-batch-size as it is); a comm hook (--comm-hook bf16) halves their bytes",
         )
     return Finding(PASS, f"{seen}, about {share:.0%} communicating")
