@@ -44,7 +44,7 @@ def export_model(
     temporary = folder / ".model.tmp.safetensors"
     try:
         save_file(state, temporary)
-        fresh = build().to(example.device, example.dtype).eval()
+        fresh = build().to(example.device, next(plain.parameters()).dtype).eval()
         own, loaded = fresh.state_dict(), load_file(temporary)
         if own.keys() != loaded.keys():
             raise RuntimeError(f"the weights' names differ: {sorted(own.keys() ^ loaded.keys())}")

@@ -22,12 +22,16 @@ from utils.files import read_json, read_json_lines
 # (file's keys, title, unit on the axis); the first colours of Okabe and Ito's colour-blind set.
 PANELS = (
     (("train/loss", "val/loss"), "loss", "nats per example"),
-    (("val/accuracy", "val/miou", "val/pixel_accuracy"), "validation metric", "share"),
+    (
+        ("val/accuracy", "val/miou", "val/pixel_accuracy", "val/bits_per_byte"),
+        "validation metric",
+        "share, or bits per byte",
+    ),
     (("train/lr",), "learning rate", "step size"),
     (("perf/examples_per_second",), "throughput", "examples per second"),
 )
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-STYLES = ("-", "--", ":")  # of a panel's keys, where the colours tell the recipes apart
+STYLES = ("-", "--", ":", "-.")  # of a panel's keys, where the colours tell the recipes apart
 # In config.json, but no setting of its own by which a run could be told from others.
 DERIVED = set(
     "accumulation lr_used total_steps steps_per_epoch num_parameters num_processes data_fingerprint"
