@@ -82,7 +82,7 @@ def read_run(directory: Path) -> dict:
         "metrics": metrics,
         "model": torch.load(newest / "model.pt", weights_only=True),
         "momentum": {
-            index: state["momentum_buffer"]
+            index: state["momentum_buffer" if "momentum_buffer" in state else "exp_avg"]
             for index, state in training["optimizer"]["state"].items()
         },
     }

@@ -31,13 +31,13 @@ PREFIX = "step_"
 TEMPORARY, DISCARDED = ".writing_", ".discarded_"
 MANIFEST_TYPES = {"step": int, "total_steps": int, "order_version": int, "recipe": dict}
 
-# Flags that say how to run, not what is learnt: they may change at a resume. `dataset` is compared
-# by its content (the fingerprint), epochs and max_steps by the number of updates that they mean.
+# Flags that say how to run, not what is learnt: they may change at a resume. `dataset`, `tokenizer`
+# are compared by content (the fingerprint), epochs and max_steps by the updates that they mean.
 FREE_FLAGS = frozenset(
     "dataset epochs max_steps micro_batch_size num_workers output_dir resume stop_after save_every"
     " keep_checkpoints eval_every log_every eval_only tracker find_unused_parameters comm_hook"
     " bn_group nonfinite hang_timeout verify_data bad_images profile export predict"
-    " save_on_each_node".split()
+    " save_on_each_node tokenizer sample activation_checkpointing".split()
 )
 
 

@@ -90,9 +90,9 @@ def export_model(
     try:
         if format == "safetensors":
             save_file(_state_of(plain), temporary)
-            loaded = _load(build(), load_file(temporary), example)
+            loaded = _load(build(), load_file(temporary), example.device)
         else:
-            fresh = _load(build(), _state_of(plain), example)
+            fresh = _load(build(), _state_of(plain), example.device)
             write = _write_onnx if format == "onnx" else _write_program
             loaded = write(fresh, example, temporary, any_size="image_size" not in description)
         with torch.no_grad():
@@ -192,8 +192,9 @@ def _state_of(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def _load(fresh: nn.Module, state: dict[str, torch.Tensor], example: torch.Tensor) -> nn.Module:
-    fresh = fresh.to(example.device, example.dtype).eval()
+def _load(fresh: nn.Module, state: dict[str, torch.Tensor], device: torch.device) -> nn.Module:
+    dtype = next(value.dtype for value in state.values() if value.is_floating_point())
+    fresh = fresh.to(device, dtype).eval()
     own = fresh.state_dict()
     if own.keys() != state.keys():
         raise RuntimeError(f"the weights' names differ: {sorted(own.keys() ^ state.keys())}")
@@ -208,13 +209,14 @@ def _load(fresh: nn.Module, state: dict[str, torch.Tensor], example: torch.Tenso
 def _example_and_dimensions(example: torch.Tensor, any_size: bool) -> tuple[torch.Tensor, dict]:
     """What a graph is traced with, and its free dimensions by number.
 
-    Of two images: a batch of one would be taken for a constant.
+    Of two samples: a batch of one would be taken for a constant. With `any_size` height and width
+    are free too, of images (B, 3, H, W), or the length, of tokens (B, T).
     """
     from torch.export import Dim  # heavy: imported where used
 
     free: dict[int, Any] = {0: Dim("batch")}
-    if any_size and example.ndim == 4:
-        free |= {2: Dim.DYNAMIC, 3: Dim.DYNAMIC}
+    if any_size:
+        free |= {d: Dim.DYNAMIC for d in range(2 if example.ndim == 4 else 1, example.ndim)}
     return example[:1].repeat(2, *[1] * (example.ndim - 1)).contiguous(), free
 
 

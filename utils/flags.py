@@ -39,7 +39,7 @@ class RunFlags:
     hang_timeout: float = 600.0  # seconds without any progress, then stacks and an end; 0 = off
     # Communication
     find_unused_parameters: bool = False  # for models in which some parameters get no gradient
-    comm_hook: Literal["none", "bf16", "fp16"] = "none"  # how gradients travel between processes
+    comm_hook: Literal["none", "bf16", "fp16", "powersgd"] = "none"  # how gradients are sent
 
     def as_in_run(self: Flags) -> Flags:
         """For --export and --predict: the flags that the run was made with; else these.
@@ -108,6 +108,11 @@ def check_flags(
         for name in names.split():
             if not is_good(flags[name]):
                 raise UsageError(f"--{name.replace('_', '-')} {flags[name]} must {rule}")
+    if flags["comm_hook"] == "powersgd" and flags["nonfinite"] == "skip":
+        raise UsageError(
+            "--comm-hook powersgd keeps what it has not sent yet: after one gradient that is not "
+            "finite all are; leave out --nonfinite skip, or use --comm-hook bf16"
+        )
 
 
 def _is_span(text: str) -> bool:

@@ -22,7 +22,11 @@ from utils.files import read_json, read_json_lines
 # (file's keys, title, unit on the axis); the first colours of Okabe and Ito's colour-blind set.
 PANELS = (
     (("train/loss", "val/loss"), "loss", "nats per example"),
-    (("val/accuracy", "val/miou", "val/pixel_accuracy"), "validation metric", "share"),
+    (
+        ("val/accuracy", "val/miou", "val/pixel_accuracy", "val/bits_per_byte"),
+        "validation metric",
+        "share, or bits per byte",
+    ),
     (("train/grad_norm",), "gradient norm", "before clipping"),
     (("train/lr",), "learning rate", "step size"),
     (("perf/examples_per_second",), "throughput", "examples per second"),
@@ -31,7 +35,7 @@ PANELS = (
 # In shares of the picture; a layout that is computed takes longer than the drawing.
 MARGINS = dict(left=0.07, right=0.98, bottom=0.075, top=0.95, wspace=0.32, hspace=0.28)
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-STYLES = ("-", "--", ":")  # of a panel's keys, where the colours tell the recipes apart
+STYLES = ("-", "--", ":", "-.")  # of a panel's keys, where the colours tell the recipes apart
 # In config.json, but no setting of its own by which a run could be told from others.
 DERIVED = set(
     "accumulation lr_used total_steps steps_per_epoch num_parameters num_processes data_fingerprint"

@@ -74,11 +74,12 @@ class TensorLoader(DataLoader):
     """A DataLoader of Tensors' micro-batches.
 
     Args:
+        dataset: Tensors, or another one that reads whole micro-batches and has a `device`.
         num_workers: loader processes; 0 is fast, reading from memory takes less than sending.
         pin: copies to the accelerator shall not block; of no use for what lives there.
     """
 
-    def __init__(self, dataset: Tensors, *, batch_sampler: Sampler, num_workers: int, pin: bool):
+    def __init__(self, dataset: Any, *, batch_sampler: Sampler, num_workers: int, pin: bool):
         super().__init__(
             dataset,
             batch_sampler=batch_sampler,

@@ -40,6 +40,10 @@ CPU_LAUNCH = "accelerate launch --config_file accelerate_configs/cpu_2.yaml SCRI
 GPU_LAUNCH = "accelerate launch --config_file accelerate_configs/multi_gpu.yaml SCRIPT"
 MOST_WORKERS = 8
 PLACE = "place"  # the scheme of our own address, in torch's way to name them
+# PowerSGD (Vogels et al. 2019, arxiv.org/abs/1905.13727): an n x m gradient is sent as n x RANK and
+# m x RANK numbers where that is at most half, and what it leaves out is added to the next one.
+# Before update START, the steepest part of the training, gradients are sent whole.
+POWERSGD_RANK, POWERSGD_START = 4, 100
 # How many processes were started, says torchrun or one of three kinds of MPI.
 WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 ENGINES = {
@@ -56,7 +60,7 @@ def open_accelerator(
 
     Args:
         find_unused_parameters: passed to DistributedDataParallel.
-        comm_hook: "none", "bf16" or "fp16": how DistributedDataParallel sends gradients.
+        comm_hook: how DistributedDataParallel sends gradients: "none", "bf16", "fp16", "powersgd".
         hang_timeout: seconds (utils/guard.py); collectives give up well after it only.
 
     Raises UsageError when the processes, devices, engine or precision are not those that the
@@ -67,7 +71,12 @@ def open_accelerator(
     asked = processes_asked_for()  # read before Accelerate overwrites it
     _check_devices(on_cpu)
     _check_launcher(on_cpu)
-    hook = {"none": "no", "bf16": "bf16", "fp16": "fp16"}[comm_hook]
+    hook = {"none": "no", "powersgd": "power_sgd"}.get(comm_hook, comm_hook)
+    low_rank = {
+        "matrix_approximation_rank": POWERSGD_RANK,
+        "start_powerSGD_iter": POWERSGD_START,
+        "orthogonalization_epsilon": 1e-8,  # a gradient may be zero
+    }
     accelerator = Accelerator(
         cpu=on_cpu,  # without it, CPU processes started by torchrun never find each other
         # Whole windows are fetched ahead of the steps, so the loader's end says nothing here.
@@ -79,6 +88,7 @@ def open_accelerator(
                 gradient_as_bucket_view=True,  # saves one copy of the gradients
                 find_unused_parameters=find_unused_parameters,
                 comm_hook=DDPCommunicationHookType(hook),
+                comm_state_option=low_rank if comm_hook == "powersgd" else {},
             ),
             InitProcessGroupKwargs(
                 init_method=_meeting_place(),
@@ -87,6 +97,11 @@ def open_accelerator(
         ],
     )
     check_world(accelerator, asked, on_cpu)
+    if comm_hook == "powersgd" and accelerator.mixed_precision == "fp16":
+        raise UsageError(
+            "--comm-hook powersgd keeps what it has not sent yet: an overflow of fp16 would stay "
+            "there; use --mixed_precision bf16, or --comm-hook fp16"
+        )
     if on_cpu:
         _share_cores()
         _keep_freed_memory()

@@ -112,7 +112,8 @@ class Job:
     @property
     def comm_hook(self) -> str:
         hook = getattr(self.accelerator.ddp_handler, "comm_hook", None)
-        return getattr(hook, "value", "no") if self.plan.num_processes > 1 else "no"
+        name = getattr(hook, "value", "no").replace("power_sgd", "powersgd")
+        return name if self.plan.num_processes > 1 else "no"
 
 
 def read_samples(loader: DataLoader, ids: list[int]) -> Batch:
