@@ -365,14 +365,14 @@ def test_the_same_top_1_on_500_real_images(real_data, tmp_path):
     pytest.importorskip("onnxscript")
     onnxruntime = pytest.importorskip("onnxruntime")
     run = tmp_path / "run"
-    flags = f"--dataset {real_data / 'cifar10'} --subset 2000 --max-steps 15 --bn-group 64"
+    flags = f"--dataset {real_data / 'cifar10'} --subset 1000 --max-steps 15 --bn-group 64"
     more = f"--global-batch-size 64 --tracker none --output-dir {run}"
     command("cifar", *flags.split(), *more.split())
     for format in ("onnx", "torch-export"):
         command("cifar", "--export", format, "--resume", str(run))
     from utils.small_images import load_small_images
 
-    data = load_small_images(str(real_data / "cifar10"), 2000, on_accelerator=False)
+    data = load_small_images(str(real_data / "cifar10"), 1000, on_accelerator=False)
     images, labels = data.test.images[:500], data.test.labels[:500]
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (data.mean, data.std))
     inputs = (images / 255 - mean) / std
