@@ -130,6 +130,16 @@ def test_seeds_are_one_group_and_recipes_are_told_apart(tmp_path):
     assert list(group_runs(runs[:3])) == ["0.1_0"]  # nothing differs but the seed
 
 
+def test_layouts_of_a_recipe_are_one_group_beside_another_recipe(tmp_path):
+    runs = [
+        make_run(tmp_path / f"{lr}_{size}", {"lr": lr, "world_size": size}, [size])
+        for lr in (0.1, 0.2)
+        for size in (1, 2)
+    ]
+    assert [len(members) for members in group_runs(runs).values()] == [2, 2]
+    assert list(group_runs(runs[:2])) == ["world_size=1", "world_size=2"]  # all that differs
+
+
 def test_a_comparison_shows_mean_and_band(tmp_path):
     one = make_run(tmp_path / "one", {"lr": 1, "seed": 0}, [1.0, 1.0, 1.0])
     two = make_run(tmp_path / "two", {"lr": 1, "seed": 1}, [3.0, 3.0, 3.0, 3.0])

@@ -42,6 +42,7 @@ DERIVED = set(
     " output_dir resume tracker wandb_run_id git_commit stop_after save_every keep_checkpoints"
     " log_every hang_timeout num_workers profile preflight eval_only".split()
 )
+LAYOUT = {"world_size", "micro_batch_size"}  # of one recipe: told apart where nothing else differs
 Series = dict[str, tuple[list[int], list[float]]]
 
 
@@ -107,6 +108,7 @@ def group_runs(runs: Sequence[Path]) -> dict[str, list[Series]]:
         recipes.append({k: v for k, v in named.items() if k != "seed"})
     keys = sorted({key for recipe in recipes for key in recipe})
     differ = [key for key in keys if len({str(recipe.get(key)) for recipe in recipes}) > 1]
+    differ = [key for key in differ if key not in LAYOUT] or differ
     groups: dict[str, list[Series]] = {}
     for run, recipe in zip(runs, recipes, strict=True):
         name = ", ".join(f"{k}={recipe[k]}" for k in differ if k in recipe) or runs[0].name
