@@ -388,7 +388,7 @@ def test_preflight_passes(pool, tokens, tmp_path, processes, changes):
 
 
 FLAGS = [  # refused before any process is started
-    (dict(width=18, heads=4), "--width 18 is not a multiple of 2 x --heads 4; use 16"),
+    (dict(width=18, heads=4), "--width 18 must divide by 2 x --heads 4; use 16"),
     (dict(width=6, heads=4), "use 8"),
     (dict(context=0), "--context 0 must be greater than 0"),
     (dict(beta2=1.0), "--beta2 1.0 must be"),

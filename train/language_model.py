@@ -203,7 +203,7 @@ def main(cfg: Config) -> int:
     pair = 2 * cfg.heads  # rotary positions turn pairs of channels
     if cfg.width % pair:
         fits = cfg.width // pair * pair or pair
-        raise UsageError(f"--width {cfg.width} is not a multiple of 2 x --heads {cfg.heads}; use {fits}")
+        raise UsageError(f"--width {cfg.width} must divide by 2 x --heads {cfg.heads}; use {fits}")
     accelerator = open_accelerator(
         find_unused_parameters=cfg.find_unused_parameters,
         comm_hook=cfg.comm_hook,
