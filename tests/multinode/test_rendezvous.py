@@ -15,7 +15,7 @@ from tests.conftest import REPOSITORY
 from tests.pool import free_port
 
 COMMAND = [sys.executable, str(REPOSITORY / "utils" / "rendezvous.py")]
-TIMEOUT = 8.0
+TIMEOUT = 6.0  # seconds; of the check
 OUTPUT = dict(check=True, capture_output=True, text=True)
 ALONE = ["--num-machines", "1", "--machine-rank", "0", "--main-process-ip", "127.0.0.1"]
 

@@ -32,7 +32,7 @@ def bytes_per_sample(launch, network, directory, accumulation: int) -> float:
     batch = MICRO * PROCESSES * accumulation
     recipe = dict(dataset="digits", global_batch_size=batch, micro_batch_size=MICRO, bn_group=MICRO)
     recipe |= dict(eval_every=99, save_every=99)  # one line of metrics an update
-    pace = f"pace:{0.8 / accumulation}"
+    pace = f"pace:{0.6 / accumulation}"
     one: Launch = launch(directory, fault=pace, epochs=9, max_steps=12, **recipe)
 
     def sent_after(step: int) -> int:

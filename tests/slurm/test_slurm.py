@@ -36,7 +36,7 @@ def cluster(tmp_path):
 def submit(cluster: Cluster, folder: Path, *script: str, fault: str = "") -> str:
     """The job's number."""
     (folder / "utils").symlink_to(REPOSITORY / "utils")  # where it runs is its working folder
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    path = os.pathsep.join([str(folder), str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = launch_environment(folder, PATH=path, FAULT=fault, PROCESSES="2")
     environment |= {"CONFIG": str(REPOSITORY / "accelerate_configs" / "multi_node_cpu.yaml")}
     environment |= {"SLURM_CONF": cluster.environment["SLURM_CONF"], "OMP_NUM_THREADS": "1"}
@@ -95,3 +95,31 @@ def test_a_job_whose_machines_are_not_alike_does_not_start(cluster, tmp_path):
     log = (folder / f"slurm-{job}.log").read_text()
     assert cluster.state(job)["JobState"] == "FAILED", log
     assert "node1 would train at 127.0.0.1" in log and "GLOO_SOCKET_IFNAME=net0" in log
+
+
+LAUNCHER = """#!/bin/bash
+run=${@: -1}
+trap 'echo "  \\"state\\": \\"preempted\\"," >"$run/status.json"; exit 1' TERM
+touch "$run/started"
+while :; do sleep 0.2; done
+"""
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_only_the_time_limit_requeues(cluster, tmp_path, by_hand):
+    """A launcher that only waits for its signal, in place of accelerate's."""
+    folder = tmp_path / "work"
+    folder.mkdir()
+    (folder / "accelerate").write_text(LAUNCHER)
+    (folder / "accelerate").chmod(0o755)
+    job = submit(cluster, folder, "train/cifar.py")
+    run = folder / "runs" / f"slurm-{job}"
+    wait_for((run / "started").exists, 60.0, "start")
+    signal = ["--signal=TERM"] if by_hand else ["--signal=USR1", "--batch"]  # as SLURM sends it
+    cluster.run("scancel", *signal, job)
+    if by_hand:
+        wait_for(lambda: cluster.state(job)["JobState"] == "FAILED", 60.0, "end of the job")
+    else:
+        wait_for(lambda: cluster.state(job)["Restarts"] == "1", 60.0, "requeue")
+        cluster.run("scancel", job)
+    assert (cluster.state(job)["Restarts"] == "0") == by_hand
