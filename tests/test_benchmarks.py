@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from tests.benchmarks import common, overhead, scaling, throughput
+from tests.benchmarks import common, language_model, overhead, scaling, throughput
 from tests.benchmarks.peers import PEERS
 
 
@@ -44,6 +44,13 @@ def test_exit_status_of_overhead(ratio, wait, status, capsys):
     rows = [overhead.figures(size, "float32", [(ratio, 1.0)] * 9, wait, 2) for size in (1, 2)]
     assert overhead.report(rows) == status
     assert f"2 x float32 {ratio:.3f} ({ratio:.3f} to {ratio:.3f})" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_language_model(monkeypatch, capsys):
+    monkeypatch.delenv("REAL_DATA_DIR", raising=False)
+    status = language_model.main("--pairs 2 --updates 1 --cpu-time".split())
+    assert capsys.readouterr().out.splitlines()[-1].startswith("FAILS" if status else "holds")
 
 
 @pytest.mark.slow

@@ -41,9 +41,12 @@ GPU_LAUNCH = "accelerate launch --config_file accelerate_configs/multi_gpu.yaml 
 MOST_WORKERS = 8
 PLACE = "place"  # the scheme of our own address, in torch's way to name them
 # PowerSGD (Vogels et al. 2019, arxiv.org/abs/1905.13727): an n x m gradient is sent as n x RANK and
-# m x RANK numbers where that is at most half, and what it leaves out is added to the next one.
+# m x RANK numbers where that is less than half, and what it leaves out is added to the next one.
 # Before update START, the steepest part of the training, gradients are sent whole.
 POWERSGD_RANK, POWERSGD_START = 4, 100
+# Its sums follow one another in threads of gloo, where those of two buckets may overtake each other
+# on one rank and not on the next: on a CPU all gradients are one bucket (MiB, more than there are).
+ONE_BUCKET = 1 << 20
 # How many processes were started, says torchrun or one of three kinds of MPI.
 WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 ENGINES = {
@@ -89,6 +92,7 @@ def open_accelerator(
                 find_unused_parameters=find_unused_parameters,
                 comm_hook=DDPCommunicationHookType(hook),
                 comm_state_option=low_rank if comm_hook == "powersgd" else {},
+                bucket_cap_mb=ONE_BUCKET if comm_hook == "powersgd" and on_cpu else 25,
             ),
             InitProcessGroupKwargs(
                 init_method=_meeting_place(),
