@@ -424,7 +424,9 @@ def test_folders(home, tmp_path, monkeypatch):
     "value", ["./none", "../none", "~/none-of-that", "/none/x", "a/b/c", "none", "a/", "", "a b/c"]
 )
 def test_a_missing_folder_is_wrong_usage_without_asking_the_hub(fake_hub, value):
-    with pytest.raises(UsageError, match=f"--dataset {value or chr(39) * 2}: no such folder"):
+    with pytest.raises(
+        UsageError, match=f"--dataset {value or chr(39) * 2}: no such file or folder"
+    ):
         hub.open_dataset(value)
     assert fake_hub.requests == []
 
@@ -440,7 +442,7 @@ def test_folders_without_good_data(fake_hub, tmp_path, monkeypatch):
         assert "\n" not in str(caught.value)
     monkeypatch.chdir(tmp_path)
     for value in (str(file), f"broken/{file.name}"):
-        with pytest.raises(UsageError, match="--dataset .*parquet: no such folder"):
+        with pytest.raises(UsageError, match="--dataset .*parquet: no such file or folder"):
             hub.open_dataset(value)
 
 

@@ -64,7 +64,9 @@ def open_dataset(name_or_path: str) -> datasets.DatasetDict:
             ) from error
     if not is_hub_name(name_or_path):  # a file, or nothing at all
         shown = name_or_path or "''"
-        raise UsageError(f"--dataset {shown}: no such folder (hub names are written owner/name)")
+        raise UsageError(
+            f"--dataset {shown}: no such file or folder (hub names are written owner/name)"
+        )
     return _open_cached(name_or_path) or _open_prepared(_download(name_or_path))
 
 
