@@ -365,14 +365,14 @@ def test_bytes_of_an_update(pool, tokens, tmp_path, hook):
     for result, sent in pool.run(2, run_counted, given, init=False):
         assert sent == {1: first, 2: first, 3: per_update, 4: per_update}
         assert result.get("code", 0) == 0
-    assert bytes_of_powersgd() < whole / 5
+    assert bytes_of_powersgd() < whole / 4
 
 
 @slow
 @pytest.mark.parametrize("hook", ["bf16", "fp16", "powersgd"])
 def test_hook_learns_as_well(pool, tmp_path, hook):
     rows = make_text(tmp_path / "rows", num_rows=600)
-    changes = dict(max_steps=400, epochs=99, lr=3e-3, layers=3, heads=2, width=128)
+    changes = dict(max_steps=400, epochs=99, layers=3, heads=2, width=128)
     losses = []
     for name in ("none", hook):
         given = config(rows, tmp_path / name, comm_hook=name, **changes)

@@ -43,7 +43,7 @@ PLACE = "place"  # the scheme of our own address, in torch's way to name them
 # PowerSGD (Vogels et al. 2019, arxiv.org/abs/1905.13727): an n x m gradient is sent as n x RANK and
 # m x RANK numbers where that is less than half, and what it leaves out is added to the next one.
 # Before update START, the steepest part of the training, gradients are sent whole.
-POWERSGD_RANK, POWERSGD_START = 4, 100
+POWERSGD_RANK, POWERSGD_START = 8, 100
 # Its sums follow one another in threads of gloo, where those of two buckets may overtake each other
 # on one rank and not on the next: on a CPU all gradients are one bucket (MiB, more than there are).
 ONE_BUCKET = 1 << 20
