@@ -25,6 +25,7 @@ from utils import start
 from utils.errors import UsageError
 from utils.generate import generate
 from utils.order import SampleOrder
+from utils.preflight import fingerprint
 from utils.token_sets import TokenWindows, load_tokens
 from utils.vocabulary import from_dict
 
@@ -314,9 +315,12 @@ WIDE = dict(layers=2, heads=2, width=64)
 START = 2  # updates that PowerSGD sends whole, here
 
 
-def run_counted(given: dict) -> tuple[dict, dict[int, int]]:
-    """The run, and the bytes that this process gives into gradient sums, by update."""
+def run_counted(given: dict) -> tuple[dict, dict[int, int], dict[str, str]]:
+    """The run, the bytes that this process gives into gradient sums by update, and checksums of
+    its weights at the end."""
     sent: dict[int, int] = {}
+    weights: dict[str, str] = {}
+    save = language_model.checkpoint.save_checkpoint
     reduce, build = dist.all_reduce, DistributedDataParallel.__init__
     iterate = language_model.WindowLoader.__iter__
 
@@ -335,13 +339,18 @@ def run_counted(given: dict) -> tuple[dict, dict[int, int]]:
             sent[window.step] = 0
             yield window
 
+    def save_seen(*args, model, **kwargs):
+        weights.update(fingerprint(model))
+        return save(*args, model=model, **kwargs)
+
     with (
+        mock.patch.object(language_model.checkpoint, "save_checkpoint", save_seen),
         mock.patch.object(dist, "all_reduce", counted),
         mock.patch.object(DistributedDataParallel, "__init__", build_with_hook),
         mock.patch.object(language_model.WindowLoader, "__iter__", windows),
         mock.patch.object(start, "POWERSGD_START", START),
     ):
-        return run(given, torch.float32), sent
+        return run(given, torch.float32), sent, weights
 
 
 def bytes_of_powersgd() -> int:
@@ -362,9 +371,11 @@ def test_bytes_of_an_update(pool, tokens, tmp_path, hook):
     whole = 4 * sum(p.numel() for p in Transformer(257, **WIDE).parameters())
     per_update = {"none": whole, "powersgd": bytes_of_powersgd()}.get(hook, whole // 2)
     first = whole if hook == "powersgd" else per_update
-    for result, sent in pool.run(2, run_counted, given, init=False):
+    answers = pool.run(2, run_counted, given, init=False)
+    for result, sent, weights in answers:
         assert sent == {1: first, 2: first, 3: per_update, 4: per_update}
         assert result.get("code", 0) == 0
+        assert weights == answers[0][2] and len(weights) > 0
     assert bytes_of_powersgd() < whole / 4
 
 
