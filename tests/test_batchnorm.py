@@ -151,6 +151,17 @@ def test_plain_equals_torch(kind, options):
         close(layer.state_dict(), reference.state_dict())
 
 
+def test_cast_after_the_conversion():
+    """torch's op would write float64 numbers into float32 memory, and raises nothing."""
+    reference = randomised(nn.BatchNorm2d(3)).float()
+    layer = copy.deepcopy(reference)
+    plan = convert_batchnorm(layer, 8, 8)
+    layer, reference, x = layer.double(), reference.double(), torch.randn(8, 3, 4, 5)
+    close(layer(x), reference(x))
+    plan.update_running_statistics()
+    close(layer.state_dict(), reference.state_dict())
+
+
 def test_two_dimensional_input():
     reference, x = randomised(nn.BatchNorm1d(3)), torch.randn(8, 3)
     layer = copy.deepcopy(reference)

@@ -175,8 +175,8 @@ def evaluate(model: torch.nn.Module, loader, device, num_bytes: int) -> dict[str
     for batch in loader:
         batch = to_device(batch, device)
         loss_sum, _ = compute_loss(model, batch)
-        sums.add(loss=loss_sum, num_tokens=count_valid(batch))
-        sums.add(num_examples=torch.tensor(len(batch["id"])))
+        num_examples = torch.tensor(len(batch["id"]))
+        sums.add(loss=loss_sum, num_tokens=count_valid(batch), num_examples=num_examples)
     model.train()
     total = sums.reduce()
     loss = total["loss"] / total["num_tokens"]
@@ -332,8 +332,7 @@ def main(cfg: Config) -> int:
 
     # ---- Train -------------------------------------------------------------------------------
     say(f"""\
-data      {data.describe()}
-examples  {len(train_set)} train, {len(test_set)} val, of {cfg.context} tokens
+data      {data.describe()}; {len(train_set)} + {len(test_set)} examples of {cfg.context}
 batch     {cfg.global_batch_size} = {num_processes} processes x {plan.micro_batch_size} examples \
 x {plan.accumulation} micro-steps; {epoch_steps} updates an epoch, {total_steps} in all
 model     {cfg.layers} x {cfg.width}, {num_parameters:,} parameters; peak learning rate {lr_used:g}

@@ -57,7 +57,7 @@ class GroupBatchNorm(_BatchNorm):
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
         if self.bn_window is not None and isinstance(self.running_mean, Tensor):
-            if self.running_mean.device != self.bn_window.sums.device:  # moved before training
+            if not self.bn_window.fits(self.running_mean):  # moved or cast before training
                 self.bn_window = WindowStatistics(self.running_mean)
         return self
 
@@ -79,6 +79,10 @@ class WindowStatistics:
         self.values = self.last[:-1]
         self.mean_and_variance = self.values.split(channels)
         self.has_last = False
+
+    def fits(self, like: Tensor) -> bool:
+        """Whether it is where the layer is, in the dtype in which torch's op writes."""
+        return self.last.device == like.device and self.last.dtype == statistics_dtype(like)
 
     def next_row(self) -> tuple[Tensor, ...]:
         """Where the next forward writes its mean and unbiased variance (C)."""
