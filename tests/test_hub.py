@@ -211,6 +211,7 @@ def pil(file: bytes) -> torch.Tensor:
     return torch.from_numpy(numpy.array(image)).permute(2, 0, 1)
 
 
+@pytest.mark.slow
 def test_a_new_process_downloads_and_the_next_one_reads_the_cache(fake_hub):
     outputs = []
     for _ in range(2):
@@ -282,6 +283,7 @@ def test_an_interrupted_preparation_is_no_copy(fake_hub, home):
     check(hub.open_dataset(NAME))
 
 
+@pytest.mark.slow
 def test_of_several_configurations_the_hub_tells_the_default(fake_hub, home):
     check(hub.open_dataset(NAME))
     plain = prepared_files(home)[0].parents[2]
@@ -341,6 +343,7 @@ def test_a_hub_that_breaks_down_or_vanishes_is_unreachable(fake_hub, monkeypatch
     assert "secret" not in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_silent_hub_is_known_within_20_seconds(silent_hub):
     start_time = time.monotonic()
     output, _ = start_script(NAME).communicate(timeout=60)

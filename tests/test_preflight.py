@@ -327,6 +327,7 @@ def test_in_float64(pool, tmp_path):
     assert set(results_of(answer).values()) == {"pass"}, answer
 
 
+@pytest.mark.slow
 def test_launched(tmp_path):
     """As a user starts it: the report fits 100 columns, the exit code is 0."""
     command = "accelerate.commands.launch --config_file accelerate_configs/cpu_2.yaml".split()

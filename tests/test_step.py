@@ -120,7 +120,8 @@ def run_compiled(backend: str, given: dict, data) -> list[int]:
     return [*graphs, counters["stats"]["unique_graphs"]]
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_once(pool, tmp_path: Path, backend):
     """Two epochs with evaluations between: nothing is compiled after the first update."""
     given = dict(output_dir=str(tmp_path), global_batch_size=16, micro_batch_size=4)

@@ -39,11 +39,12 @@ def test_a_sigterm_because_a_peer_died_is_no_preemption(tmp_path):
     assert job.status()["state"] == "failed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fault, cause",
     [
         ("raise:1:3", r"rank +: 1 .*ZeroDivisionError: one rank fails"),
-        pytest.param("kill:1:3", r"rank +: 1 .*Signal 9 \(SIGKILL\)", marks=pytest.mark.slow),
+        ("kill:1:3", r"rank +: 1 .*Signal 9 \(SIGKILL\)"),
     ],
 )
 def test_the_launcher_names_the_cause(launch, tmp_path, fault, cause):

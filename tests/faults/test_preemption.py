@@ -160,14 +160,9 @@ def run_command(command: str, directory: Path) -> int:
     ).returncode
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "size, inside",
-    [
-        (1, "epoch"),
-        pytest.param(2, "epoch", marks=pytest.mark.slow),
-        pytest.param(1, "evaluation", marks=pytest.mark.slow),
-        pytest.param(2, "evaluation", marks=pytest.mark.slow),
-    ],
+    "size, inside", [(1, "epoch"), (2, "epoch"), (1, "evaluation"), (2, "evaluation")]
 )
 def test_sigterm_to_the_launcher(launch, tmp_path, uninterrupted, size, inside):
     directory, marker = tmp_path / "run", tmp_path / "marker"
