@@ -136,7 +136,8 @@ FAULTS = [
         "content",
         [
             after(
-                "    test_set = Tensors(store, image=data.test.images, label=data.test.labels)",
+                "    store = storage_device(data, device, cfg.num_workers)"
+                "  # on the accelerator, where they fit",
                 "data.train.images.bitwise_xor_(accelerator.process_index)",
             )
         ],

@@ -33,6 +33,7 @@ SUMMARIES = {
     "val/accuracy_flip": "max,last",
     "val/miou": "max,last",
     "val/pixel_accuracy": "max,last",
+    "val/bits_per_byte": "min,last",
     "perf/examples_per_second": "mean,last",
     "perf/peak_memory_bytes": "max",
 }

@@ -144,7 +144,9 @@ def load_small_images(name: str, subset: int, *, on_accelerator: bool) -> ImageD
                 f"{int(labels.argmax())} is outside the {len(classes)} classes"
             )
         image_column = hub.find_column(rows, ("img", "image", "images"), "images")
-        parts.append(Split(hub.decode_images(rows, image_column), labels))
+        images = hub.decode_images(rows, image_column)
+        # As Tensors keeps them, which then copies nothing.
+        parts.append(Split(images.contiguous(memory_format=torch.channels_last), labels))
     if parts[0].images.shape[1:] != parts[1].images.shape[1:]:
         raise UsageError(
             f"--dataset {name}: {tuple(parts[0].images.shape[1:])} images in train, "
