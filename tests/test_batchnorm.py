@@ -162,6 +162,12 @@ def test_cast_after_the_conversion():
     close(layer.state_dict(), reference.state_dict())
 
 
+def test_a_model_without_batchnorm_has_nothing_to_sum():
+    plan = convert_batchnorm(nn.Linear(2, 2), 8, 8)
+    assert plan.statistics() is None
+    plan.update_running_statistics()
+
+
 def test_two_dimensional_input():
     reference, x = randomised(nn.BatchNorm1d(3)), torch.randn(8, 3)
     layer = copy.deepcopy(reference)

@@ -236,15 +236,15 @@ class BatchNormPlan:
         plan["bytes_per_micro_step"] = self.bytes_per_update(1) - fixed_bytes
         return plan
 
-    def statistics(self) -> Tensor:
-        """What this process has collected in the window: all layers' sums (float64, 1-d).
+    def statistics(self) -> Tensor | None:
+        """What this process has collected in the window: all layers' sums (float64, 1-d), or None.
 
         Whoever takes them sums them over all processes, in place, along with something else that
         is summed then (Window.reduce); `update_running_statistics` does it where nobody has.
         """
         windows = self._windows
         if not windows:
-            return torch.zeros(0, dtype=torch.float64)
+            return None
         last = [w.last if w.has_last else torch.zeros_like(w.last) for w in windows]
         self._taken = torch.cat([w.sums for w in windows]).add_(torch.cat(last))
         return self._taken
@@ -259,7 +259,9 @@ class BatchNormPlan:
         layers = self._tracked
         if not layers:
             return
-        totals = all_reduce_sum(self.statistics()) if self._taken is None else self._taken
+        totals = self._taken
+        if totals is None:
+            totals = all_reduce_sum(torch.cat([window.total() for window in self._windows]))
         self.discard_statistics()
         sizes = [2 * layer.num_features for layer in layers]
         if self._places is None or self._places[0].device != totals.device:
