@@ -1,5 +1,6 @@
 """Curves of a run: a picture of the expected size, whatever metrics there are."""
 
+import io
 import json
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 
 from tests.conftest import REPOSITORY
 from utils.files import read_json_lines
-from utils.plots import PANELS, group_runs, plot_comparison, plot_curves, read_metrics
+from utils.plots import PANELS, Curves, group_runs, plot_comparison, read_metrics
 
 SIZE = (1210, 770)
 
@@ -27,8 +28,11 @@ def lines_of_a_run(steps: int) -> list[dict]:
     ]
 
 
-def pixels(directory) -> PIL.Image.Image:
-    with PIL.Image.open(directory / "curves.png") as image:
+def drawn(lines) -> PIL.Image.Image:
+    curves = Curves()
+    for line in lines:
+        curves.add(line)
+    with PIL.Image.open(io.BytesIO(curves.draw())) as image:
         assert image.format == "PNG" and image.size == SIZE
         return image.convert("RGB")
 
@@ -66,40 +70,21 @@ def test_read_metrics(tmp_path):
         [{"step": 0, "val/accuracy": 0.5}],
     ],
 )
-def test_few_or_odd_metrics(tmp_path, lines):
-    write(tmp_path, lines)
-    plot_curves(tmp_path)
-    pixels(tmp_path)
+def test_few_or_odd_metrics(lines):
+    drawn(lines)
 
 
-def test_curves_are_drawn_and_replaced(tmp_path):
-    plot_curves(tmp_path)  # no metrics at all
-    empty = pixels(tmp_path)
-    write(tmp_path, lines_of_a_run(200))
-    plot_curves(tmp_path)
-    full = pixels(tmp_path)
-    assert blue_pixels(full) > 500 and blue_pixels(empty) == 0
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["curves.png", "metrics.jsonl"]
+def test_curves_are_drawn():
+    assert blue_pixels(drawn(lines_of_a_run(200))) > 500 and blue_pixels(drawn([])) == 0
 
 
-def test_a_picture_that_cannot_be_written_costs_no_run(tmp_path, capfd):
-    (tmp_path / "curves.png").mkdir()
-    plot_curves(tmp_path)
-    assert "curves.png not written" in capfd.readouterr().err
-    assert [p.name for p in tmp_path.iterdir()] == ["curves.png"]
-
-
-def plot_in_own_folder(directory) -> list[str]:
-    import torch.distributed as dist
-
-    own = directory / str(dist.get_rank())
-    own.mkdir()
-    plot_curves(own)
-    return [path.name for path in own.iterdir()]
-
-
-def test_all_processes_may_ask_and_one_draws(pool, tmp_path):
-    assert pool.run(2, plot_in_own_folder, tmp_path) == [["curves.png"], []]
+def test_long_runs_keep_their_ends():
+    """Of many points a few are drawn, the newest among them."""
+    image = np.asarray(drawn({"step": s, "train/loss": 1.0} for s in (1, 10**6)))
+    lines = ({"step": s, "train/loss": 1.0} for s in range(1, 10**5))
+    long = np.asarray(drawn([*lines, {"step": 10**6, "train/loss": 1.0}]))
+    blue = [np.flatnonzero((i[..., 0] < 40) & (i[..., 2] > 150)) % SIZE[0] for i in (image, long)]
+    assert abs(int(blue[0].max()) - int(blue[1].max())) <= 3  # half a marker
 
 
 # ---- Several runs -----------------------------------------------------------------------------

@@ -232,7 +232,7 @@ def test_a_full_disk_is_named_and_ends_as_failed(tmp_path, capfd):
 def test_drawing_takes_its_share_of_the_time_only(tmp_path, monkeypatch):
     clock, drawn = [0.0], []
     monkeypatch.setattr(tracking.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(tracking, "plot_curves", lambda directory: drawn.append("curves"))
+    monkeypatch.setattr(tracking.Curves, "draw", lambda curves: drawn.append("curves") or b"")
 
     def draw(step: int) -> Picture:
         clock[0] += 2.0
@@ -241,11 +241,11 @@ def test_drawing_takes_its_share_of_the_time_only(tmp_path, monkeypatch):
 
     with Run(tmp_path, {"total_steps": 20}, "none") as run:
         for step in range(1, 21):
-            clock[0] += 100.0
+            clock[0] += 200.0
             run.draw(step, lambda step=step: draw(step))
         run.end("finished")
     assert drawn.count("curves") == 20
-    # 1% of 100 s is half of what one takes: every second one, and the last.
+    # 0.5% of 200 s is half of what one takes: every second one, and the last.
     assert [step for step in drawn if step != "curves"] == [1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 20]
 
 

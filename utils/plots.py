@@ -7,16 +7,16 @@ the highest.
 """
 
 import argparse
+import io
 import sys
-from collections.abc import Sequence
+from array import array
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":  # Python has put utils/ itself here, where names are those of modules
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from utils.console import warn
-from utils.distributed import rank
 from utils.files import read_json, read_json_lines
 
 # (file's keys, title, unit on the axis); the first colours of Okabe and Ito's colour-blind set.
@@ -43,6 +43,7 @@ DERIVED = set(
     " log_every hang_timeout num_workers profile preflight eval_only".split()
 )
 LAYOUT = {"world_size", "micro_batch_size"}  # of one recipe: told apart where nothing else differs
+MOST_POINTS = 2000  # of a line that is a few hundred pixels wide
 Series = dict[str, tuple[list[int], list[float]]]
 
 
@@ -58,41 +59,48 @@ def read_metrics(path: Path) -> Series:
     return series
 
 
-def plot_curves(run_directory: Path) -> None:
-    """Write RUN/curves.png: the PANELS over the updates.
+class Curves:
+    """A run's PANELS over the updates, kept up to date: to be drawn after every evaluation."""
 
-    The main process does, every one may call it; a full disk costs the picture, not the run.
-    """
-    if rank() != 0:
-        return
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # heavy: imported where used
-    from matplotlib.figure import Figure
+    def __init__(self) -> None:
+        # Steps and values by key: 16 bytes an update, so that no drawing reads the file anew.
+        self._series = {key: (array("q"), array("d")) for keys, _, _ in PANELS for key in keys}
 
-    series = read_metrics(run_directory / "metrics.jsonl")
-    figure = Figure(figsize=(11, 7))
-    FigureCanvasAgg(figure)
-    grid = figure.subplots(2, 3, gridspec_kw=MARGINS)
-    for axes, (keys, title, unit) in zip(grid.flat, PANELS, strict=True):
-        for key, color in zip(keys, COLORS, strict=False):
-            if key in series:
-                marker = "o" if len(series[key][0]) < 60 else None
-                axes.plot(*series[key], color=color, label=key, marker=marker, markersize=3)
-        axes.set(title=title, xlabel="update", ylabel=unit)
-        axes.grid(alpha=0.3)
-        axes.locator_params(nbins=5)  # text is what takes the time
-        axes.tick_params(labelsize=8)
-        if len(axes.lines) == 1:
-            axes.set_title(f"{title}: {axes.lines[0].get_label()}", fontsize=10)
-        elif axes.lines:  # losses fall, metrics rise
-            corner = "upper right" if title == "loss" else "lower right"
-            axes.legend(loc=corner, fontsize=8)
-    temporary = run_directory / ".curves.tmp.png"
-    try:
-        figure.savefig(temporary, dpi=110)
-        temporary.replace(run_directory / "curves.png")
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        warn(f"curves.png not written: {error}")
+    def add(self, entry: Mapping[str, Any]) -> None:
+        """A line of metrics.jsonl; null values are left out."""
+        for key in self._series.keys() & entry.keys():
+            if isinstance(entry[key], int | float):
+                self._series[key][0].append(entry["step"])
+                self._series[key][1].append(entry[key])
+
+    def draw(self) -> bytes:
+        """The PNG."""
+        from matplotlib.backends.backend_agg import FigureCanvasAgg  # heavy: imported where used
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(11, 7))
+        FigureCanvasAgg(figure)
+        grid = figure.subplots(2, 3, gridspec_kw=MARGINS)
+        for axes, (keys, title, unit) in zip(grid.flat, PANELS, strict=True):
+            for key, color in zip(keys, COLORS, strict=False):
+                steps, values = self._series[key]
+                if steps:
+                    every = -(-len(steps) // MOST_POINTS)  # counted from the newest
+                    marker = "o" if len(steps) < 60 else None
+                    line = steps[::-every], values[::-every]
+                    axes.plot(*line, color=color, label=key, marker=marker, markersize=3)
+            label = axes.lines[0].get_label() if len(axes.lines) == 1 else ""
+            axes.set_title(f"{title}: {label}" if label else title, fontsize=10, y=1.0)
+            axes.set(xlabel="update", ylabel=unit)
+            axes.grid(alpha=0.3)
+            axes.locator_params(nbins=5)  # text is what takes the time
+            axes.tick_params(labelsize=8)
+            if len(axes.lines) > 1:  # losses fall, metrics rise
+                corner = "upper right" if title == "loss" else "lower right"
+                axes.legend(loc=corner, fontsize=8)
+        file = io.BytesIO()
+        figure.savefig(file, dpi=110, format="png")
+        return file.getvalue()
 
 
 def group_runs(runs: Sequence[Path]) -> dict[str, list[Series]]:

@@ -20,13 +20,13 @@ from utils.environment import environment
 from utils.errors import ExplainedError, UsageError, first_line
 from utils.files import read_json, read_json_lines, replace_bytes, write_json, write_text
 from utils.pictures import Picture
-from utils.plots import plot_curves
+from utils.plots import Curves
 from utils.trackers import Tracker
 
 CONFIG, METRICS, STATUS = "config.json", "metrics.jsonl", "status.json"
-LOG, PREDICTIONS = "log.txt", "predictions.png"
+LOG, CURVES, PREDICTIONS = "log.txt", "curves.png", "predictions.png"
 HEARTBEAT_SECONDS = 10.0
-PICTURE_SHARE = 0.01  # of the time of a run, that drawing may take
+PICTURE_SHARE = 0.005  # of the time of a run, that drawing may take
 PICTURE_SECONDS = 0.5  # that one is expected to take
 ALERT_SECONDS = 2.0  # to tell the tracker, before a process that hangs is ended
 
@@ -84,6 +84,9 @@ class Run:
                 self._write_status("running", "")
         except OSError as error:
             raise UsageError(f"--output-dir {self.directory} cannot be written: {error}") from error
+        self._curves = Curves()
+        for entry in entries:
+            self._curves.add(entry)
         # Keys of the latest step: a resumed run may log some of its first step's again.
         self._logged = {key for entry in entries if entry["step"] == self.step for key in entry}
         self._logged_step = self.step
@@ -113,20 +116,20 @@ class Run:
         if step != self._logged_step:
             self._logged, self._logged_step = set(), step
         fresh = {key: value for key, value in values.items() if key not in self._logged}
-        if self._read_only:  # to the tracker it is a run of its own, which has none of them yet
-            self._tracker.log(step, dict(values))
-        elif fresh:
-            self._tracker.log(step, fresh)
-        if not fresh:
-            return
-        self._logged.update(fresh)
-        entry = {"step": step} | {key: _json_value(value) for key, value in fresh.items()}
-        try:
-            self._metrics.write(json.dumps(entry) + "\n")
-            self._metrics.flush()
-        except OSError as error:
-            path = self.directory / METRICS
-            raise ExplainedError(f"{path} cannot be written: {error}") from error
+        if fresh:
+            self._logged.update(fresh)
+            entry = {"step": step} | {key: _json_value(value) for key, value in fresh.items()}
+            self._curves.add(entry)
+            try:
+                self._metrics.write(json.dumps(entry) + "\n")
+                self._metrics.flush()
+            except OSError as error:
+                path = self.directory / METRICS
+                raise ExplainedError(f"{path} cannot be written: {error}") from error
+        # The tracker's thread last: it would compete with the writing. To a tracker an evaluation
+        # is a run of its own, which has none of the values yet.
+        if shown := dict(values) if self._read_only else fresh:
+            self._tracker.log(step, shown)
 
     def draw(self, step: int, draw_picture: Callable[[], Picture] | None = None) -> None:
         """Draw the curves, and the picture of the evaluation after update `step`, where it has one.
@@ -142,7 +145,7 @@ class Run:
         last = self._read_only or step >= self._total_steps
         try:
             if not self._read_only:
-                plot_curves(self.directory)
+                replace_bytes(self.directory / CURVES, self._curves.draw())
             due = last or self._drawing_seconds + PICTURE_SECONDS <= allowed
             if draw_picture is not None and due:
                 picture = draw_picture()
