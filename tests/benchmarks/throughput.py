@@ -1,10 +1,11 @@
 """Images a second of cifar.py and of its peers: python tests/benchmarks/throughput.py
 
-About 90 minutes on two cores (--rounds and --updates shorten it), in interleaved rounds: every
-contender is a group of processes that stays up, trains a block of updates when it is its turn, and
-sleeps while the others have theirs. Four updates before each block are not timed: meanwhile loader
-processes have read ahead. Exit status 0 when ours is not slower than any peer in any row (lower
-quartile of the ratios at least 0.98) and reaches the speedups below over the bare float32 loop.
+About 90 minutes on two cores, 25 with --compile off --calibration-rounds 1, in interleaved rounds:
+every contender is a group of processes that stays up, trains a block of updates when it is its
+turn, and sleeps while the others have theirs. Four updates before each block are not timed:
+meanwhile loader processes have read ahead. Exit status 0 when ours is not slower than any peer in
+any row (lower quartile of the ratios at least 0.98) and reaches the speedups below over the bare
+float32 loop.
 
 All train torchvision's ResNet-18, unchanged, on 128 images a process, with the same loss and SGD.
 Ours is cifar.py's main as its launcher starts it; only data source and model are handed to it, and
