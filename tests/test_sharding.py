@@ -6,6 +6,7 @@ that these gloo processes are of the kind MULTI_GPU, and by leaving out the refu
 """
 
 import json
+import math
 import os
 import re
 from contextlib import contextmanager
@@ -235,6 +236,42 @@ def test_recomputed_blocks_samples_and_skipped_updates(pool, tokens, tmp_path):
     assert_same_run(*runs, tolerance=1e-12)
     log = (tmp_path / "kept" / "log.txt").read_text()
     assert log.count("sample    ") == 1
+
+
+@contextmanager
+def nan_in_the_second_update():
+    """Of the last process alone."""
+    compute_loss, seen = language_model.compute_loss, []
+
+    def poisoned(model, batch):
+        loss, logits = compute_loss(model, batch)
+        seen.append(model.training)
+        is_last = rank() == int(os.environ["WORLD_SIZE"]) - 1
+        return loss * (math.nan if is_last and sum(seen) == 2 else 1), logits
+
+    with mock.patch.object(language_model, "compute_loss", poisoned):
+        yield
+
+
+def run_poisoned(given: dict, environment: dict) -> dict:
+    with nan_in_the_second_update():
+        return run_sharded(given, environment) if environment else run(given)
+
+
+@slow
+def test_an_update_that_is_not_finite(pool, tokens, tmp_path):
+    """Left out on all processes, whose parts stay as they were; or the end of all."""
+    given = config(tokens, tmp_path / "plain", nonfinite="skip", max_steps=3)
+    plain = pool.run(1, run_poisoned, given, {}, init=False)[0]
+    given["output_dir"] = str(tmp_path / "sharded")
+    sharded = pool.run(2, run_poisoned, given, FSDP2, init=False)[0]
+    assert sharded["metrics"][3]["train/skipped_updates"] == 1
+    del plain["metrics"][2]["train/loss"], sharded["metrics"][2]["train/loss"]  # NaN
+    del plain["metrics"][2]["train/grad_norm"], sharded["metrics"][2]["train/grad_norm"]
+    assert_same_run(plain, sharded)
+    given |= dict(output_dir=str(tmp_path / "stopped"), nonfinite="stop")
+    with pytest.raises(AssertionError, match="NonFiniteError: update 2: .*rank 1, micro-step 1"):
+        pool.run(2, run_poisoned, given, FSDP2, init=False)
 
 
 @slow
