@@ -452,7 +452,7 @@ def test_bytes_of_each_engine():
     [
         ("DDP", 8, 8, 80, PASS, ""),
         ("DDP", 8, 8, 20, WARN, "DDP leaves little .*FSDP2 fits: accelerate_configs/fsdp2.yaml"),
-        ("DDP", 8, 8, 15, FAIL, "DDP does not fit: .*16 with DDP.*FSDP2 fits"),
+        ("DDP", 8, 8, 15, FAIL, "DDP does not fit: .*16 GB with DDP.*FSDP2 fits"),
         ("DDP", 16, 8, 15, FAIL, "HSDP fits: accelerate_configs/hsdp.yaml"),
         ("DDP", 2, 2, 6, FAIL, "on 4 GPUs or more"),
         ("DDP", 1, 1, 15, FAIL, "one process does not fit.*on 2 GPUs or more"),

@@ -53,8 +53,7 @@ def check_launched_engine(asked: int) -> None:
         raise UsageError(
             "DEEPSPEED steps inside of backward, before a value that is not finite is seen, and "
             "its checkpoints fit its own number of processes only: not to be had with these "
-            f"scripts yet; use `{FSDP_LAUNCH}`, which shards as ZeRO-3 does, or with "
-            "--fsdp_reshard_after_forward false, as ZeRO-2 does but for the weights' rest"
+            f"scripts yet; use `{FSDP_LAUNCH}`, which shards what ZeRO-3 does"
         )
     if not parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG"):
         return

@@ -13,6 +13,7 @@ import torch
 from utils import checkpoint
 from utils.backends import has_wandb_key
 from utils.preflight.job import FAIL, PASS, WARN, Finding, Job, Steps
+from utils.preflight.report import size_text
 from utils.preflight.runner import name_ranks
 from utils.preflight.state import fingerprint, restored
 
@@ -82,7 +83,7 @@ def _save_and_load(job: Job, path: Path, on_each_node: bool) -> dict[str, Any]:
     names = job.plain_model.state_dict().keys()  # not the buffers that are left out on purpose
     size = sum(file.stat().st_size for file in found.path.iterdir())
     # Momentum and the like come with the first update: at most twice the weights, as in Adam.
-    weights = sum(p.numel() * p.element_size() for p in job.plain_model.parameters())
+    weights = sum(p.numel() * p.elementsize_text() for p in job.plain_model.parameters())
     return {
         "missing": False,
         "differs": [name for name in names if name in ours and ours[name] != loaded[name]],
@@ -105,8 +106,8 @@ def _judge(everyone: list[dict[str, Any]], job: Job) -> Finding:
     kept = int(job.flags.get("keep_checkpoints") or 1) + 2  # the best, and the one being written
     needed, free = kept * facts["bytes"], facts["free"]
     seen = (
-        f"saved in {facts['seconds']:.1f} s and loaded; {kept} x {_size(facts['bytes'])} needed, "
-        f"{_size(free)} free"
+        f"saved in {facts['seconds']:.1f} s and loaded; {kept} x {size_text(facts['bytes'])} "
+        f"needed, {size_text(free)} free"
     )
     if needed > free:
         return Finding(FAIL, seen, "make space, or a smaller --keep-checkpoints")
@@ -118,14 +119,6 @@ def _judge(everyone: list[dict[str, Any]], job: Job) -> Finding:
             "--save-every so that little is lost",
         )
     return Finding(PASS, seen)
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "KB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
 
 
 def tracker(job: Job) -> Steps:

@@ -8,6 +8,7 @@ import torch
 
 from utils.engines import engine_name
 from utils.preflight.job import FAIL, PASS, WARN, Finding, Job, Steps
+from utils.preflight.report import size_text
 from utils.preflight.state import inner_optimizer
 from utils.start import local_world_size
 
@@ -69,12 +70,11 @@ def judge_memory(
 ) -> Finding:
     """Whether `engine` fits the `total` bytes of each process's device, and which one would."""
     needed = bytes_per_process(sizes, num_processes, local)
-    parts = ", ".join(f"{name} {_gb(size)}" for name, size in sizes._asdict().items())
-    seen = f"{parts} GB"
+    seen = ", ".join(f"{name} {size_text(size)}" for name, size in sizes._asdict().items())
     if num_processes > 1:
-        each = ", ".join(f"{_gb(size)} with {name}" for name, size in needed.items())
-        seen += f"; each process holds {each}"
-    seen += f", and activations; its device has {_gb(total)} GB"
+        each = ", ".join(f"{size_text(size)} with {name}" for name, size in needed.items())
+        seen += f"; a process holds {each}"
+    seen += f"; activations come on top; {size_text(total)} there"
     if needed[engine] <= SHARE * total:
         return Finding(PASS, seen)
     running = engine if num_processes > 1 else "one process"
@@ -90,10 +90,6 @@ def judge_memory(
     enough = math.ceil(sum(sizes) / (SHARE * total))
     remedy = f"FSDP2 (accelerate_configs/fsdp2.yaml) on {enough} GPUs or more, or a smaller model"
     return Finding(result, seen, remedy)
-
-
-def _gb(size: float) -> str:
-    return f"{size / 1e9:.3g}"
 
 
 def _device_bytes(device: torch.device) -> int:
