@@ -28,7 +28,7 @@ from tests.scripts import read_run
 from tests.test_language_model import CONTEXT, assert_same_run, config, make_text, run, train
 from train import language_model
 from utils import checkpoint, engines, start, window
-from utils.distributed import rank
+from utils.distributed import collective_timeout, rank
 from utils.errors import UsageError
 from utils.guard import Guard
 from utils.order import ShardSampler
@@ -99,7 +99,10 @@ def run_sharded(given: dict, environment: dict, dtype: torch.dtype = torch.float
         return reduce(self, losses, grad_norm, *args, **kwargs)
 
     def save_seen(*args, model, optimizer, **kwargs):
-        seen["mesh"] = list(next(iter(model.state_dict().values())).device_mesh.shape)
+        mesh = next(iter(model.state_dict().values())).device_mesh
+        seen["mesh"] = list(mesh.shape)
+        backends = [group._get_backend(torch.device("cpu")) for group in mesh.get_all_groups()]
+        seen["timeout"] = min(backend.options._timeout for backend in backends)
         seen["parts"] = sum(p.to_local().numel() for p in model.state_dict().values())
         seen["moments"] = sum(s["exp_avg"].to_local().numel() for s in optimizer.state.values())
         return save(*args, model=model, optimizer=optimizer, **kwargs)
@@ -170,6 +173,7 @@ def test_sharded_run_is_the_plain_one(pool, tokens, tmp_path, engine, processes,
     for one in seen:
         assert all(one["norms"]) and len(one["norms"]) == 3
         assert one["mesh"] == ([2, 2] if engine is HSDP else [processes])
+        assert one["timeout"] == collective_timeout()
         assert one["parts"] == one["moments"] < 0.75 * total
     assert sum(one["parts"] for one in seen) == replicas * total
     exported = load_file(tmp_path / "sharded" / "model" / "model.safetensors")

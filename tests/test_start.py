@@ -62,7 +62,10 @@ def launch(clean):
                 kind = DistributedType.MULTI_CPU if cpu else DistributedType.MULTI_GPU
             told.update(kwargs, cpu=cpu)
             return SimpleNamespace(
-                num_processes=found, distributed_type=engine or kind, mixed_precision="bf16"
+                num_processes=found,
+                distributed_type=engine or kind,
+                mixed_precision="bf16",
+                parallelism_config=None,
             )
 
         clean.setattr(start, "Accelerator", accelerator)

@@ -5,6 +5,7 @@ training, or silently wrong, is refused before anything is read or written.
 """
 
 import os
+from datetime import timedelta
 
 import torch
 from accelerate import Accelerator
@@ -14,6 +15,7 @@ from accelerate.utils import (
     get_int_from_env,
     parse_flag_from_env,
 )
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from utils.errors import UsageError
 
@@ -97,6 +99,15 @@ def engine_name(accelerator: Accelerator) -> str:
         return "DDP"
     sizes = accelerator.parallelism_config
     return "HSDP" if sizes is not None and sizes.dp_replicate_enabled else "FSDP2"
+
+
+def set_timeouts(accelerator: Accelerator, timeout: timedelta) -> None:
+    """Of HSDP's own process groups: torch's 10 minutes would end them before a hang is told."""
+    if engine_name(accelerator) != "HSDP":
+        return
+    mesh = accelerator.torch_device_mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)]
+    for group in mesh.get_all_groups():
+        _set_pg_timeout(timeout, group)
 
 
 def fsdp_plugin() -> FullyShardedDataParallelPlugin | None:

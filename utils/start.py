@@ -41,6 +41,7 @@ from utils.engines import (
     check_launched_engine,
     engine_name,
     fsdp_plugin,
+    set_timeouts,
     uses_fsdp,
 )
 from utils.errors import UsageError
@@ -116,6 +117,7 @@ def open_accelerator(
     check_world(accelerator, asked, on_cpu)
     if accelerator.distributed_type == DistributedType.FSDP:
         check_fsdp(accelerator.mixed_precision, can_shard=can_shard, comm_hook=comm_hook)
+        set_timeouts(accelerator, collective_timeout())
     if comm_hook == "powersgd" and accelerator.mixed_precision == "fp16":
         raise UsageError(
             "--comm-hook powersgd keeps what it has not sent yet: an overflow of fp16 would stay "
