@@ -66,6 +66,7 @@ def launch(clean):
                 distributed_type=engine or kind,
                 mixed_precision="bf16",
                 parallelism_config=None,
+                torch_device_mesh=None,
             )
 
         clean.setattr(start, "Accelerator", accelerator)

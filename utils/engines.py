@@ -6,6 +6,7 @@ training, or silently wrong, is refused before anything is read or written.
 
 import os
 from datetime import timedelta
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -103,11 +104,11 @@ def engine_name(accelerator: Accelerator) -> str:
 
 def set_timeouts(accelerator: Accelerator, timeout: timedelta) -> None:
     """Of HSDP's own process groups: torch's 10 minutes would end them before a hang is told."""
-    if engine_name(accelerator) != "HSDP":
-        return
-    mesh = accelerator.torch_device_mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)]
-    for group in mesh.get_all_groups():
-        _set_pg_timeout(timeout, group)
+    sizes = accelerator.parallelism_config
+    mesh: Any = accelerator.torch_device_mesh
+    if sizes is not None and mesh is not None:
+        for group in mesh[tuple(sizes.fsdp_dim_names)].get_all_groups():
+            _set_pg_timeout(timeout, group)
 
 
 def fsdp_plugin() -> FullyShardedDataParallelPlugin | None:

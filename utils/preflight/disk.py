@@ -83,7 +83,7 @@ def _save_and_load(job: Job, path: Path, on_each_node: bool) -> dict[str, Any]:
     names = job.plain_model.state_dict().keys()  # not the buffers that are left out on purpose
     size = sum(file.stat().st_size for file in found.path.iterdir())
     # Momentum and the like come with the first update: at most twice the weights, as in Adam.
-    weights = sum(p.numel() * p.elementsize_text() for p in job.plain_model.parameters())
+    weights = sum(p.numel() * p.element_size() for p in job.plain_model.parameters())
     return {
         "missing": False,
         "differs": [name for name in names if name in ours and ours[name] != loaded[name]],
