@@ -291,6 +291,22 @@ def test_preflight_of_a_sharded_model(pool, tokens, tmp_path):
     assert results["gradient"] == "not checked"
 
 
+@slow
+def test_real_text(pool, real_data, tmp_path):
+    """The losses of DDP, to the rounding of float32."""
+    text = next((real_data / "tinyshakespeare").rglob("*.txt"))
+    changes = dict(tokenizer="characters", context=64, max_steps=20, layers=4, heads=4, width=128)
+    given = config(text, tmp_path / "ddp", **changes)
+    ddp = pool.run(2, run_in, {}, given, init=False, timeout=300)[0]
+    given["output_dir"] = str(tmp_path / "fsdp")
+    fsdp = pool.run(2, run_sharded, given, FSDP2, torch.float32, init=False, timeout=300)[0]
+    assert ddp["config"]["world_size"] == fsdp["config"]["world_size"] == 2
+    for step, values in ddp["metrics"].items():
+        found = fsdp["metrics"][step]["train/loss"]
+        assert found == pytest.approx(values["train/loss"], rel=1e-5), step
+    assert ddp["metrics"][20]["train/loss"] < ddp["metrics"][1]["train/loss"] - 0.5
+
+
 # ---- The parts -------------------------------------------------------------------------------
 
 
