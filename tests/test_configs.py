@@ -4,6 +4,7 @@ A test that only looks at the exit code passes in every case that went wrong her
 asserts the world that the processes report, or the words of the refusal.
 """
 
+import importlib.util
 import json
 import os
 import re
@@ -16,10 +17,16 @@ import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.config.default import write_basic_config
-from accelerate.commands.launch import launch_command, launch_command_parser
+from accelerate.commands.launch import (
+    _validate_launch_command,
+    launch_command,
+    launch_command_parser,
+)
+from accelerate.utils.launch import prepare_multi_gpu_env
 
 from tests.conftest import REPOSITORY
 from tests.pool import free_port
+from tests.test_sharding import FSDP2, HSDP
 
 CONFIGS = REPOSITORY / "accelerate_configs"
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
@@ -149,6 +156,10 @@ FILES = {  # processes, machines, kind, on the CPU, precision
     "multi_gpu_fp16.yaml": (8, 1, "MULTI_GPU", False, "fp16"),
     "multi_node.yaml": (16, 2, "MULTI_GPU", False, "bf16"),
     "multi_node_cpu.yaml": (4, 2, "MULTI_GPU", True, "no"),
+    "fsdp2.yaml": (8, 1, "FSDP", False, "bf16"),
+    "hsdp.yaml": (16, 2, "FSDP", False, "bf16"),
+    "deepspeed_zero2.yaml": (8, 1, "DEEPSPEED", False, "bf16"),
+    "deepspeed_zero3.yaml": (8, 1, "DEEPSPEED", False, "bf16"),
 }
 
 
@@ -184,6 +195,8 @@ def test_file_says_what_its_name_says(name):
         ("multi_gpu_fp16.yaml", "8", False),
         ("multi_node.yaml", "8", False),
         ("multi_node_cpu.yaml", "2", True),
+        ("fsdp2.yaml", "8", False),
+        ("hsdp.yaml", "8", False),
     ],
 )
 def test_what_accelerate_hands_to_torchrun(monkeypatch, name, processes, hidden):
@@ -199,8 +212,20 @@ def test_what_accelerate_hands_to_torchrun(monkeypatch, name, processes, hidden)
     launch_command(launch_command_parser().parse_args(command))
     assert seen["nproc_per_node"] == processes
     assert seen["visible"] == ([] if hidden else list(range(16)))  # no GPU, on a machine with 16
-    if name.startswith("multi_node"):
+    if name.startswith(("multi_node", "hsdp")):
         assert (seen["nnodes"], seen["rdzv_endpoint"]) == ("2", f"10.0.0.1:{port}")
+
+
+@pytest.mark.parametrize("name", ["fsdp2.yaml", "hsdp.yaml"])
+def test_what_the_processes_are_told_of_the_engine(monkeypatch, name):
+    """Accelerate writes it into the environment; tests/test_sharding.py trains with just that."""
+    args, _, _ = _validate_launch_command(launch_command_parser().parse_args([*shipped(name), "x"]))
+    told = prepare_multi_gpu_env(args)
+    for key, value in (HSDP if name == "hsdp.yaml" else FSDP2).items():
+        of_the_machines = key.endswith("DP_SHARD_SIZE")  # the test has two processes on each
+        assert told[key] == ("8" if of_the_machines else value), key
+    assert told["ACCELERATE_MIXED_PRECISION"] == "bf16"
+    assert told["FSDP_OFFLOAD_PARAMS"] == "false"
 
 
 # ---- Real launches ---------------------------------------------------------------------------
@@ -229,9 +254,24 @@ def test_multi_cpu_is_refused(probe, config):
     assert_refused(result, "several processes.*started one; use .*cpu_2.yaml")
 
 
-def test_fsdp_on_a_cpu_is_refused(probe, config):
-    result = probe(*ACCELERATE, *config(**FSDP), "--num_processes", "1")
+def test_fsdp_on_a_cpu_is_refused(probe):
+    result = probe(*ACCELERATE, *shipped("fsdp2.yaml"), "--num_processes", "1")
     assert_refused(result, "FSDP was asked for.*on a CPU .*cpu_2.yaml")
+
+
+@pytest.mark.slow
+def test_hsdp_on_a_cpu_is_refused(probe):
+    machines = ["--num_machines", "1", "--num_processes", "2", "--main_process_port", "0"]
+    result = probe(*ACCELERATE, *shipped("hsdp.yaml"), *machines)
+    assert_refused(result, "FSDP was asked for.*on a CPU .*cpu_2.yaml")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is not None, reason="it is installed")
+@pytest.mark.parametrize("name", ["deepspeed_zero2.yaml", "deepspeed_zero3.yaml"])
+def test_the_launcher_names_a_missing_deepspeed(probe, name):
+    code, lines, output = probe(*ACCELERATE, *shipped(name))
+    assert code == 1 and not lines and "DeepSpeed is not installed" in output
 
 
 @pytest.mark.slow

@@ -235,16 +235,16 @@ def test_lines_that_a_kill_has_torn(tmp_path):
 def test_tensor_files(tmp_path):
     path = tmp_path / "a.pt"
     torch.save({"a": torch.arange(3)}, path)
-    for check_only in (False, True):
-        assert read_tensors(path, check_only=check_only)["a"].tolist() == [0, 1, 2]
+    for mmap in (False, True):
+        assert read_tensors(path, mmap=mmap)["a"].tolist() == [0, 1, 2]
         with pytest.raises(OSError):
-            read_tensors(tmp_path / "missing", check_only=check_only)
+            read_tensors(tmp_path / "missing", mmap=mmap)
     content = path.read_bytes()
     for broken in (b"", b"x", content[: len(content) // 2], content[len(content) // 2 :]):
         path.write_bytes(broken)
-        for check_only in (False, True):
+        for mmap in (False, True):
             with pytest.raises(ValueError, match=r"a\.pt is broken"):
-                read_tensors(path, check_only=check_only)
+                read_tensors(path, mmap=mmap)
 
 
 # ---- Console -----------------------------------------------------------------------------------

@@ -97,9 +97,8 @@ def export_under_bf16(directory) -> list[float]:
     with torch.no_grad():
         assert (plain.eval()(EXAMPLE) - before).abs().max() > 0.1
     plain.train()
-    if accelerator.is_main_process:
-        folder = export_model(directory, plain, DESCRIPTION, build, EXAMPLE)
-        assert_exported(folder, plain)
+    folder = export_model(directory, plain, DESCRIPTION, build, EXAMPLE)
+    assert_exported(folder, plain)
     assert "forward" in plain.__dict__ and plain.training
     accelerator.wait_for_everyone()
     fresh = build().eval()

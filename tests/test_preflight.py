@@ -21,7 +21,7 @@ from utils.preflight.state import checksum
 from utils.preflight.world import judge_devices
 
 CHECKS = (  # in this order
-    "world devices data random model unused batchnorm gradient schedule evaluation "
+    "world devices data random model memory unused batchnorm gradient schedule evaluation "
     "network speed checkpoint tracker"
 ).split()
 

@@ -21,7 +21,7 @@ from utils import start
 from utils.errors import UsageError
 
 LAUNCH_VARIABLES = re.compile(
-    "ACCELERATE_|PMI_|OMPI_|MV2_|SLURM_|MASTER_|CUDA_VISIBLE|OMP_|(LOCAL_)?(RANK|WORLD_SIZE)$"
+    "ACCELERATE_|FSDP_|PARALLELISM_|PMI_|OMPI_|MV2_|SLURM_|MASTER_|CUDA_VISIBLE|OMP_|(LOCAL_)?(RANK|WORLD_SIZE)$"
 )
 TORCHRUN = {
     "RANK": "0",
@@ -48,7 +48,9 @@ def clean(monkeypatch):
 def launch(clean):
     """`launch(environment, gpus, ...)`: what Accelerate was told, on a simulated machine."""
 
-    def launch(environment, gpus=0, nvidia=None, world=None, engine=None, threads=1, cores=16):
+    def launch(
+        environment, gpus=0, nvidia=None, world=None, engine=None, threads=1, cores=16, **how
+    ):
         for name, value in environment.items():
             clean.setenv(name, value)
         told, chosen = {}, {"threads": threads}
@@ -59,7 +61,13 @@ def launch(clean):
             if found > 1:
                 kind = DistributedType.MULTI_CPU if cpu else DistributedType.MULTI_GPU
             told.update(kwargs, cpu=cpu)
-            return SimpleNamespace(num_processes=found, distributed_type=engine or kind)
+            return SimpleNamespace(
+                num_processes=found,
+                distributed_type=engine or kind,
+                mixed_precision="bf16",
+                parallelism_config=None,
+                torch_device_mesh=None,
+            )
 
         clean.setattr(start, "Accelerator", accelerator)
         clean.setattr(torch.accelerator, "is_available", lambda: gpus > 0)
@@ -68,7 +76,7 @@ def launch(clean):
         clean.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
         clean.setattr(torch, "get_num_threads", lambda: chosen["threads"])
         clean.setattr(torch, "set_num_threads", lambda count: chosen.update(threads=count))
-        start.open_accelerator()
+        start.open_accelerator(**how)
         return told | chosen
 
     return launch
@@ -101,6 +109,7 @@ def test_accepted(launch, environment, gpus, cpu):
     assert told["cpu"] == cpu
     plugin = told["gradient_accumulation_plugin"]
     assert not plugin.sync_with_dataloader and plugin.num_steps == 1
+    assert not plugin.sync_each_batch and told["fsdp_plugin"] is None
 
 
 @pytest.mark.parametrize(
@@ -157,8 +166,18 @@ def test_strangers_are_refused(launch, environment, gpus, asked):
 
 
 def test_an_engine_that_is_really_used_is_accepted(launch):
-    environment = TORCHRUN | {"ACCELERATE_USE_FSDP": "true"}
-    assert not launch(environment, gpus=2, engine=DistributedType.FSDP)["cpu"]
+    environment = TORCHRUN | {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+    told = launch(environment, gpus=2, engine=DistributedType.FSDP, can_shard=True)
+    assert not told["cpu"] and told["fsdp_plugin"].fsdp_version == 2
+    assert told["gradient_accumulation_plugin"].sync_each_batch
+
+
+def test_an_engine_that_the_script_does_not_bear_is_refused(launch):
+    environment = TORCHRUN | {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+    with pytest.raises(UsageError, match="FSDP: this script evaluates"):
+        launch(environment, gpus=2, engine=DistributedType.FSDP)
+    with pytest.raises(UsageError, match="DEEPSPEED steps inside"):
+        launch(TORCHRUN | {"ACCELERATE_USE_DEEPSPEED": "true"}, gpus=2)
 
 
 def test_an_engine_is_refused_on_a_cpu_before_accelerate_imports_it(launch):

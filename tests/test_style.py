@@ -94,6 +94,7 @@ def test_flow_is_visible(script):
         "optimizer.zero_grad()",
     ):
         assert call in text, call
+    assert "on_main_process(lambda: export" not in text  # export_model is entered by all processes
     assert text.index("convert_batchnorm(model") < text.index("torch.optim.")
     assert text.index("torch.optim.") < text.index("accelerator.prepare(")
 

@@ -409,7 +409,7 @@ run       {directory}""")
         progress.close()
 
         # ---- Finish --------------------------------------------------------------------------
-        on_main_process(lambda: export(example.to(device)))
+        export(example.to(device))
         run.end("finished")
     say(f"finished  {directory}: metrics.jsonl, curves.png, model/model.safetensors")
     say(run.tracker_line())

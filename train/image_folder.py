@@ -27,7 +27,7 @@ from utils import checkpoint, preflight
 from utils.augment import IMAGENET_MEAN, IMAGENET_STD, centre_square, normalise
 from utils.batchnorm import convert_batchnorm, resolve_group
 from utils.console import Progress, Table, say
-from utils.distributed import gather_objects, on_main_process
+from utils.distributed import gather_objects
 from utils.errors import FINISHED, PREEMPTED, UsageError, exit_with
 from utils.export import describe_input, export_checkpoint, export_model
 from utils.flags import BatchNormGroup, RunFlags, check_flags
@@ -428,7 +428,7 @@ run       {directory}""")
         progress.close()
 
         # ---- Finish --------------------------------------------------------------------------
-        on_main_process(lambda: export(example.to(device)))
+        export(example.to(device))
         run.end("finished")
     say(f"finished  {directory}: metrics.jsonl, curves.png, model/model.safetensors")
     say(run.tracker_line())

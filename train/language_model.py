@@ -143,7 +143,7 @@ class Transformer(nn.Module):
                 x = recomputed(block, x, cos, sin, use_reentrant=False)
             else:
                 x = block(x, cos, sin)
-        return F.linear(self.norm(x), self.embedding.weight)
+        return F.linear(self.norm(x).type_as(self.embedding.weight), self.embedding.weight)
 
 
 # ---- Loss and evaluation ---------------------------------------------------------------------
@@ -165,17 +165,16 @@ def compute_loss(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, to
 
 @torch.no_grad()
 def evaluate(model: torch.nn.Module, loader, device, num_bytes: int) -> dict[str, float]:
-    """Plain loss over the whole split: this rank's share, one reduction at the end.
+    """Plain loss over the whole split, `num_bytes` of text: this rank's share, one reduction.
 
-    `model` is the unwrapped one: in evaluation nothing needs to be synchronised, and ranks may
-    have different numbers of batches. `num_bytes` is the size of the split's text.
+    `model` is the unwrapped one; ranks have equally many batches, as a sharded model needs.
     """
     model.eval()
     sums = Sums(device, floats=("loss",), counts=("num_tokens", "num_examples"))
     for batch in loader:
         batch = to_device(batch, device)
         loss_sum, _ = compute_loss(model, batch)
-        num_examples = torch.tensor(len(batch["id"]))
+        num_examples = (batch["label"] != -100).any(dim=1).sum()
         sums.add(loss=loss_sum, num_tokens=count_valid(batch), num_examples=num_examples)
     model.train()
     total = sums.reduce()
@@ -209,6 +208,7 @@ def main(cfg: Config) -> int:
         find_unused_parameters=cfg.find_unused_parameters,
         comm_hook=cfg.comm_hook,
         hang_timeout=cfg.hang_timeout,
+        can_shard=True,
     )
     device, num_processes = accelerator.device, accelerator.num_processes
     plan = plan_batches(cfg.global_batch_size, cfg.micro_batch_size, num_processes)
@@ -229,7 +229,7 @@ def main(cfg: Config) -> int:
     total_steps = min(cfg.epochs * epoch_steps, cfg.max_steps or sys.maxsize)
     order = SampleOrder(len(train_set), cfg.seed)
     sampler = MicroBatchSampler(order, plan, accelerator.process_index, total_steps)
-    shard = ShardSampler(len(test_set), num_processes, accelerator.process_index)
+    shard = ShardSampler(len(test_set), num_processes, accelerator.process_index, even=True)
     # Both are sharded already: they stay outside `prepare`, which would shard them again.
     make_loader = partial(TensorLoader, num_workers=cfg.num_workers, pin=device.type == "cuda")
     micro_batches = make_loader(train_set, batch_sampler=sampler)
@@ -370,7 +370,7 @@ run       {directory}""")
         run.log(step, {**metrics, "perf/peak_memory_bytes": peak})
         loss = metrics["val/loss"]
         table.row(step, step / epoch_steps, loss=loss, bits=metrics["val/bits_per_byte"])
-        if cfg.sample and accelerator.is_main_process:
+        if cfg.sample:  # on all processes: each may hold a part of the model only
             start = data.vocabulary.boundary  # as a document begins
             tokens = generate(plain_model, start, cfg.sample, cfg.context, cfg.seed)
             say(f"sample    {data.vocabulary.decode(tokens)}")
@@ -439,7 +439,7 @@ run       {directory}""")
         progress.close()
 
         # ---- Finish --------------------------------------------------------------------------
-        on_main_process(lambda: export(example.to(device)))
+        export(example.to(device))
         run.end("finished")
     say(f"finished  {directory}: metrics.jsonl, curves.png, model/model.safetensors")
     say(run.tracker_line())

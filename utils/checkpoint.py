@@ -23,6 +23,7 @@ from utils.machines import is_first_on_disk, on_local_main_processes
 from utils.marks import mark
 from utils.order import ORDER_VERSION
 from utils.rundir import is_restart
+from utils.sharding import is_sharded, parted_moments, parted_weights, whole
 from utils.start import seed_dropout
 
 MANIFEST, MODEL, TRAINING = "manifest.json", "model.pt", "training.pt"
@@ -70,7 +71,9 @@ def save_checkpoint(
 
     Args:
         directory: RUN/checkpoints.
-        model: unwrapped, plain parameter names.
+        model: unwrapped, plain parameter names. Where processes hold parts of it, the whole of it
+            and of the optimizer's state passes through the writer's memory: a checkpoint is the
+            same whatever the engine, and is continued by another.
         extra: small values of the script's own (tensors, numbers, strings, lists and dicts).
         manifest: "recipe", "total_steps" and whatever else a reader should know of the run.
         keep: how many of the newest checkpoints stay, at least 1.
@@ -83,6 +86,8 @@ def save_checkpoint(
     """
     mark("save")
     start = time.perf_counter()
+    is_writer = is_first_on_disk(directory, TEMPORARY) if on_each_node else rank() == 0
+    weights, moments = whole([model.state_dict(), optimizer.state_dict()], keep=is_writer)
     states, tokens = zip(*gather_objects((_generator_states(), os.urandom(8).hex())), strict=True)
 
     def write() -> None:
@@ -93,13 +98,13 @@ def save_checkpoint(
             _remove_hidden(directory)
             temporary.mkdir()
             training = {
-                "optimizer": optimizer.state_dict(),
+                "optimizer": moments,
                 "scaler": scaler.state_dict() if scaler is not None else None,
                 "generators": list(states),
                 "extra": extra,
             }
             files = {
-                MODEL: _write_tensors(temporary / MODEL, model.state_dict()),
+                MODEL: _write_tensors(temporary / MODEL, weights),
                 TRAINING: _write_tensors(temporary / TRAINING, training),
             }
             content = {
@@ -132,7 +137,6 @@ def save_checkpoint(
         _remove_hidden(directory)
 
     if on_each_node:
-        is_writer = is_first_on_disk(directory, TEMPORARY)
         on_local_main_processes(lambda: write() if is_writer else None)
     else:
         on_main_process(write)
@@ -253,24 +257,26 @@ def load_checkpoint(
     The dropout generators continue where each rank's stood; on another number of processes, or on
     another kind of device, they are seeded anew from (seed, step, rank).
     """
-    weights, training = _read(checkpoint.path / MODEL), _read(checkpoint.path / TRAINING)
+    mmap = is_sharded(model.state_dict())  # each process then reads its own part of the files
+    weights, training = (_read(checkpoint.path / name, mmap) for name in (MODEL, TRAINING))
     try:
-        model.load_state_dict(weights)
+        model.load_state_dict(parted_weights(weights, model))
         if optimizer is not None:
-            optimizer.load_state_dict(training["optimizer"])
+            optimizer.load_state_dict(parted_moments(training["optimizer"], optimizer))
     except (RuntimeError, ValueError) as error:  # keys or shapes; groups of parameters
         reason = str(error).strip().splitlines()[-1].strip()
         raise UsageError(f"{checkpoint.path} is of another model: {reason}") from error
     if optimizer is not None:
         if scaler is not None and training["scaler"] is not None:
             scaler.load_state_dict(training["scaler"])
-        own = training["generators"][rank()] if rank() < len(training["generators"]) else {}
-        if len(training["generators"]) == world_size() and own.keys() == _generator_states().keys():
-            torch.set_rng_state(own["cpu"])
-            if "cuda" in own:
-                torch.cuda.set_rng_state(own["cuda"])
-            if "mps" in own:
-                torch.mps.set_rng_state(own["mps"])
+        states = training["generators"]
+        mine = states[rank()] if rank() < len(states) else {}
+        if len(states) == world_size() and mine.keys() == _generator_states().keys():
+            torch.set_rng_state(mine["cpu"])
+            if "cuda" in mine:
+                torch.cuda.set_rng_state(mine["cuda"])
+            if "mps" in mine:
+                torch.mps.set_rng_state(mine["mps"])
         else:
             seed_dropout(seed, rank(), checkpoint.step)
     return training["extra"]
@@ -316,9 +322,9 @@ def _write_tensors(path: Path, value: Any) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
 
 
-def _read(path: Path) -> Any:
+def _read(path: Path, mmap: bool = False) -> Any:
     try:
-        return read_tensors(path)
+        return read_tensors(path, mmap=mmap)
     except FileNotFoundError as reason:  # it was there on the main process
         raise ExplainedError(
             f"{path} is not on this machine: --output-dir on a disk that all machines share, or "
@@ -385,5 +391,5 @@ def _verify(path: Path) -> dict[str, Any]:
             raise ValueError(f"{name} has {file.stat().st_size} bytes, not {expected.get('bytes')}")
         if _sha256(file) != expected.get("sha256"):
             raise ValueError(f"{name} does not match its checksum")
-        read_tensors(file, check_only=True)
+        read_tensors(file, mmap=True)
     return manifest

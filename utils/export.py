@@ -19,8 +19,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from utils.batchnorm import revert_batchnorm
 from utils.console import say
+from utils.distributed import on_main_process, rank
 from utils.errors import FINISHED, ExplainedError, UsageError
 from utils.files import write_json
+from utils.sharding import is_sharded, whole
 from utils.window import Batch
 
 FILES = {"safetensors": "model.safetensors", "onnx": "model.onnx", "torch-export": "model.pt2"}
@@ -68,8 +70,9 @@ def export_model(
 ) -> Path:
     """Write RUN/model/model.safetensors, model.onnx or model.pt2, and model.json; the folder.
 
-    The file is loaded again (weights strictly, into a plain model from `build`), and must give the
-    same outputs for `example` as the trained model, both without autocast.
+    All processes call it, as each may hold a part of the model only; the main one writes. The file
+    is loaded again (weights strictly, into a plain model from `build`), and must give the same
+    outputs for `example` as the trained model, both without autocast.
 
     Args:
         model: unwrapped, as trained (BatchNorm converted or not).
@@ -81,11 +84,33 @@ def export_model(
         check: called with the trained model, plain, and the file's, before the file is renamed;
             raises where it will not do.
     """
+    parts = model.state_dict()
+    state = whole(parts, keep=rank() == 0) if is_sharded(parts) else None
+
+    def write() -> Path:
+        if state is not None:  # it may be too large for this process's device
+            plain, images = _load(build(), state, torch.device("cpu")), example.cpu()
+        else:
+            plain, images = copy.deepcopy(model).to(example.device).eval(), example
+            plain.__dict__.pop("forward", None)  # Accelerate's, under autocast: the own is exact
+            revert_batchnorm(plain)
+        return _write_checked(directory, plain, description, build, images, format, check)
+
+    return on_main_process(write)
+
+
+def _write_checked(
+    directory: Path,
+    plain: nn.Module,
+    description: dict[str, Any],
+    build: Callable[[], nn.Module],
+    example: torch.Tensor,
+    format: str,
+    check: Callable[[nn.Module, nn.Module], None] | None,
+) -> Path:
+    """As `export_model`, of a plain model in this process alone."""
     path = directory / "model" / FILES[format]
     path.parent.mkdir(parents=True, exist_ok=True)
-    plain = copy.deepcopy(model).to(example.device).eval()
-    plain.__dict__.pop("forward", None)  # Accelerate's, under autocast: the class's own is exact
-    revert_batchnorm(plain)
     temporary = path.with_name(f".{path.stem}.tmp{path.suffix}")
     try:
         if format == "safetensors":

@@ -69,14 +69,14 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     return entries
 
 
-def read_tensors(path: Path, *, check_only: bool = False) -> Any:
+def read_tensors(path: Path, *, mmap: bool = False) -> Any:
     """A file of torch.save, onto the CPU, without executing anything in it.
 
-    ValueError when it is broken or would need that; with `check_only` the tensors' content stays
-    on the disk.
+    ValueError when it is broken or would need that; with `mmap` the tensors' content stays on the
+    disk until it is used.
     """
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=check_only)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except OSError:
         raise
     except Exception as error:  # of any kind; torch's own text tells how to execute it all the same

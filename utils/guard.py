@@ -35,6 +35,7 @@ from utils import errors, marks
 from utils.console import warn
 from utils.distributed import NoteBoard, all_reduce_sum, on_main_process, rank
 from utils.distributed import world_size as number_of_processes
+from utils.engines import uses_fsdp
 from utils.errors import ERROR, ExplainedError, UsageError
 from utils.files import read_json
 from utils.hang import HangWatch, script_line, write_stacks
@@ -133,6 +134,7 @@ class Guard:
         self._orphan_since: float | None = None
         self._told_stuck = False
         self._board = NoteBoard("")
+        self._is_sharded = uses_fsdp()
 
     # ---- In the loop -------------------------------------------------------------------------
 
@@ -177,7 +179,9 @@ class Guard:
         for number, batch in enumerate(loader, start=1):
             mark("evaluate", micro_step=number)
             yield batch
-            if self.stop_requested:
+            # The next forward of a sharded model is entered by all processes, or by none.
+            stop = self.agree_to_stop() if self._is_sharded else self.stop_requested
+            if stop:
                 break
         mark("evaluate reduce")
 

@@ -221,10 +221,17 @@ class MicroBatchSampler(Sampler[list[int]]):
 
 
 class ShardSampler(Sampler[int]):
-    """Every P-th sample from this rank's own: all samples once over all ranks, none padded."""
+    """Every P-th sample from this rank's own: all samples once over all ranks, none padded.
 
-    def __init__(self, num_examples: int, num_processes: int, rank: int):
-        self.indices = range(rank, num_examples, num_processes)
+    With `even` all ranks have equally many, as the forward passes of a sharded model are entered by
+    all of them: the last index of some is then num_examples or more, for which the data set hands
+    out something without any label.
+    """
+
+    def __init__(self, num_examples: int, num_processes: int, rank: int, even: bool = False):
+        longest = -(-num_examples // num_processes)
+        end = longest * num_processes if even else num_examples
+        self.indices = range(rank, end, num_processes)
 
     def __len__(self) -> int:
         return len(self.indices)

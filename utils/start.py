@@ -33,11 +33,20 @@ from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
 from utils.console import open_log
 from utils.distributed import collective_timeout
+from utils.engines import (
+    CPU_LAUNCH,
+    GPU_LAUNCH,
+    check_engine,
+    check_fsdp,
+    check_launched_engine,
+    engine_name,
+    fsdp_plugin,
+    set_timeouts,
+    uses_fsdp,
+)
 from utils.errors import UsageError
 from utils.order import hash64
 
-CPU_LAUNCH = "accelerate launch --config_file accelerate_configs/cpu_2.yaml SCRIPT"
-GPU_LAUNCH = "accelerate launch --config_file accelerate_configs/multi_gpu.yaml SCRIPT"
 MOST_WORKERS = 8
 PLACE = "place"  # the scheme of our own address, in torch's way to name them
 # PowerSGD (Vogels et al. 2019, arxiv.org/abs/1905.13727): an n x m gradient is sent as n x RANK and
@@ -49,15 +58,14 @@ POWERSGD_RANK, POWERSGD_START = 8, 100
 ONE_BUCKET = 1 << 20
 # How many processes were started, says torchrun or one of three kinds of MPI.
 WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
-ENGINES = {
-    "FSDP": DistributedType.FSDP,
-    "DEEPSPEED": DistributedType.DEEPSPEED,
-    "MEGATRON_LM": DistributedType.MEGATRON_LM,
-}
 
 
 def open_accelerator(
-    *, find_unused_parameters: bool = False, comm_hook: str = "none", hang_timeout: float = 0.0
+    *,
+    find_unused_parameters: bool = False,
+    comm_hook: str = "none",
+    hang_timeout: float = 0.0,
+    can_shard: bool = False,
 ) -> Accelerator:
     """The Accelerator of this process, its world checked and its threads set.
 
@@ -65,6 +73,8 @@ def open_accelerator(
         find_unused_parameters: passed to DistributedDataParallel.
         comm_hook: how DistributedDataParallel sends gradients: "none", "bf16", "fp16", "powersgd".
         hang_timeout: seconds (utils/guard.py); collectives give up well after it only.
+        can_shard: whether the script enters every forward pass with all processes, as a model must
+            be of which each holds a part: as often in evaluation, and nowhere on the main one only.
 
     Raises UsageError when the processes, devices, engine or precision are not those that the
     launcher was asked for. The number of accumulation steps is set by the script, when known.
@@ -73,7 +83,7 @@ def open_accelerator(
     on_cpu = _cpu_chosen() or not torch.accelerator.is_available()
     asked = processes_asked_for()  # read before Accelerate overwrites it
     _check_devices(on_cpu)
-    _check_launcher(on_cpu)
+    _check_launcher(on_cpu, asked)
     hook = {"none": "no", "powersgd": "power_sgd"}.get(comm_hook, comm_hook)
     low_rank = {
         "matrix_approximation_rank": POWERSGD_RANK,
@@ -84,8 +94,12 @@ def open_accelerator(
         cpu=on_cpu,  # without it, CPU processes started by torchrun never find each other
         # Whole windows are fetched ahead of the steps, so the loader's end says nothing here.
         gradient_accumulation_plugin=GradientAccumulationPlugin(
-            num_steps=1, sync_with_dataloader=False
+            num_steps=1,
+            sync_with_dataloader=False,
+            # Until they are summed FSDP keeps gradients whole: for memory, sum in each micro-step.
+            sync_each_batch=uses_fsdp(),
         ),
+        fsdp_plugin=fsdp_plugin(),
         kwargs_handlers=[
             DistributedDataParallelKwargs(
                 gradient_as_bucket_view=True,  # saves one copy of the gradients
@@ -101,6 +115,9 @@ def open_accelerator(
         ],
     )
     check_world(accelerator, asked, on_cpu)
+    if accelerator.distributed_type == DistributedType.FSDP:
+        check_fsdp(accelerator.mixed_precision, can_shard=can_shard, comm_hook=comm_hook)
+        set_timeouts(accelerator, collective_timeout())
     if comm_hook == "powersgd" and accelerator.mixed_precision == "fp16":
         raise UsageError(
             "--comm-hook powersgd keeps what it has not sent yet: an overflow of fp16 would stay "
@@ -125,7 +142,7 @@ def processes_asked_for() -> int:
 def check_world(accelerator: Accelerator, asked: int, on_cpu: bool) -> None:
     """Refuse another engine or number of processes (`asked`) than the launcher's."""
     found = accelerator.num_processes
-    _check_engine(accelerator.distributed_type)
+    check_engine(accelerator.distributed_type)
     if asked != found:
         raise UsageError(
             f"{asked} processes were started, but each of them sees {found}: "
@@ -169,13 +186,15 @@ def default_workers() -> int:
 
 
 def world_line(accelerator: Accelerator) -> str:
-    """One line for the console: processes, device, precision."""
+    """One line for the console: processes, device, engine, precision."""
     device, count = accelerator.device, accelerator.num_processes
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     if device.type == "cpu":
         threads = torch.get_num_threads()
         name += "" if _cpu_chosen() else " (no accelerator found)"
         name += f", {threads} thread{'s' if threads > 1 else ''} each"
+    engine = engine_name(accelerator)
+    name += "" if engine == "DDP" else f" with {engine}"
     tf32 = " (products in TF32)" if torch.get_float32_matmul_precision() == "high" else ""
     return (
         f"{count} process{'es' if count > 1 else ''} on {name}, "
@@ -287,10 +306,11 @@ def _check_devices(on_cpu: bool) -> None:
         )
 
 
-def _check_launcher(on_cpu: bool) -> None:
+def _check_launcher(on_cpu: bool, asked: int) -> None:
     """Refuse what Accelerate accepts from the launcher and then does not do."""
     if on_cpu:
-        _check_engine(DistributedType.MULTI_CPU)  # DeepSpeed would raise errors of its own
+        check_engine(DistributedType.MULTI_CPU)  # DeepSpeed would raise errors of its own
+    check_launched_engine(asked)
     check_precision(os.environ.get("ACCELERATE_MIXED_PRECISION", "no"), on_cpu)
     steps = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
     if steps not in ("1", "auto"):
@@ -304,17 +324,6 @@ def _check_launcher(on_cpu: bool) -> None:
             "the launcher was asked for several processes (MASTER_ADDR is set) and started one; "
             f"use {_right_launch(on_cpu)}; if MASTER_ADDR is a leftover in your shell, unset it"
         )
-
-
-def _check_engine(found: DistributedType) -> None:
-    """Refuse an engine other than the one asked for."""
-    for name, wanted in ENGINES.items():
-        if parse_flag_from_env(f"ACCELERATE_USE_{name}") and found != wanted:
-            raise UsageError(
-                f"{name} was asked for, but Accelerate would run {found.value} instead; it needs "
-                f"GPUs, one for each process; for plain data parallelism use `{GPU_LAUNCH}`, on a "
-                f"CPU `{CPU_LAUNCH}`"
-            )
 
 
 def _right_launch(on_cpu: bool) -> str:

@@ -34,7 +34,7 @@ class TokenWindows(Dataset):
     """Example i: tokens i * context to i * context + context, read a whole micro-batch at a time.
 
     All but the last are inputs, all but the first are labels. The last window of the row is filled
-    up with unlabelled places.
+    up with unlabelled places; those after it have nothing else (ShardSampler asks for some).
 
     Args:
         context: tokens that the model sees at once.

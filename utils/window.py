@@ -3,7 +3,7 @@
 An update's gradient is (gradient of the sum of all losses) / (valid elements of the whole window,
 over all processes), however the window is split. The counts are therefore known before the first
 backward, and each micro-step's loss sum is scaled by P * A / total: `accelerator.backward` divides
-by A (the accumulation), DistributedDataParallel by P (the processes).
+by A (the accumulation), DistributedDataParallel and FSDP2 by P (the processes).
 """
 
 import math
@@ -21,9 +21,15 @@ from torch.utils.data import DataLoader
 from utils.distributed import all_reduce_sum, start_all_reduce_sum, world_size
 from utils.marks import mark
 from utils.order import MicroBatchSampler, digest
+from utils.sharding import put_together
 
-# Those that leave the whole gradient on each process.
-PLAIN_ENGINES = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+# Those whose gradients are in `.grad`, whole or as DTensors.
+PLAIN_ENGINES = (
+    DistributedType.NO,
+    DistributedType.MULTI_CPU,
+    DistributedType.MULTI_GPU,
+    DistributedType.FSDP,  # FSDP2
+)
 Batch = dict[str, torch.Tensor]
 
 
@@ -101,8 +107,8 @@ class Window:
 
         Args:
             losses: this process's sums of losses, 0-d for the window or one for each micro-step.
-            grad_norm: 0-d, of the gradient after its synchronisation, equal on all processes;
-                None (some engines do not tell it) is logged as NaN.
+            grad_norm: 0-d, of the gradient after its synchronisation, equal on all processes, or
+                a DTensor; None (some engines do not tell it) is logged as NaN.
             stop: whether this process has been told to stop (utils/guard.py).
             statistics: float64, 1-d: summed in place on the way (BatchNormPlan.statistics).
         """
@@ -115,7 +121,7 @@ class Window:
         parts = [torch.tensor(host, dtype=torch.float64).to(device, non_blocking=True)]
         parts += [self.losses.sum().reshape(1)]
         if grad_norm is not None:
-            parts += [grad_norm.detach().to(device).double().reshape(1)]
+            parts += [put_together(grad_norm).detach().to(device).double().reshape(1)]
         if statistics is None or world_size() == 1:
             sums = all_reduce_sum(torch.cat(parts))
         else:
@@ -222,7 +228,8 @@ def gradient_norm(accelerator: Accelerator, model: torch.nn.Module) -> torch.Ten
     """Norm of the global gradient, 0-d, for where nothing is clipped.
 
     accelerator.clip_grad_norm_(parameters, inf) gives the same, and writes every gradient once
-    more. Engines that keep shards of the gradients know its norm themselves.
+    more. Of sharded gradients it is a DTensor, which `Window.reduce` takes too. Engines that keep
+    the gradients to themselves know the norm.
     """
     if accelerator.distributed_type in PLAIN_ENGINES:
         accelerator.unscale_gradients()

@@ -13,6 +13,7 @@ from utils.preflight.disk import checkpoints, tracker
 from utils.preflight.evaluation import evaluation
 from utils.preflight.gradient import gradient
 from utils.preflight.job import FAIL, WARN, Job
+from utils.preflight.memory import memory
 from utils.preflight.model import batchnorm, model, unused
 from utils.preflight.randomness import random_numbers
 from utils.preflight.report import publish, rank_lines
@@ -28,6 +29,7 @@ ALL = (
     Check("data", data, needs=("world",)),
     Check("random", random_numbers, needs=("world", "data")),
     Check("model", model, needs=("world",)),
+    Check("memory", memory, needs=("world",)),
     Check("unused", unused, needs=("world", "data", "model")),
     Check("batchnorm", batchnorm, needs=("world",)),
     Check(
@@ -80,7 +82,7 @@ def check_start(job: Job) -> None:
 
 def _introduce(job: Job) -> dict[str, object]:
     """This process's line of the report."""
-    values = "".join(fingerprint(job.plain_model).values())
+    values = "".join((job.built if job.is_sharded else fingerprint(job.plain_model)).values())
     return {
         "rank": rank(),
         "local": int(os.environ.get("LOCAL_RANK", "0")),

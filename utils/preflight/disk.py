@@ -12,9 +12,10 @@ import torch
 
 from utils import checkpoint
 from utils.backends import has_wandb_key
-from utils.preflight.job import FAIL, NOT_CHECKED, PASS, WARN, Finding, Job, Steps
+from utils.preflight.job import FAIL, PASS, WARN, Finding, Job, Steps
+from utils.preflight.report import size_text
 from utils.preflight.runner import name_ranks
-from utils.preflight.state import fingerprint
+from utils.preflight.state import fingerprint, restored
 
 FOLDER = ".preflight"  # in the run directory, removed afterwards
 SAVE_SECONDS = 30.0  # that a launcher leaves after SIGTERM
@@ -22,9 +23,6 @@ SAVE_SECONDS = 30.0  # that a launcher leaves after SIGTERM
 
 def checkpoints(job: Job) -> Steps:
     """Save, load and compare in the run directory; space for all that is kept; seen by all."""
-    if job.is_sharded:
-        yield None
-        return Finding(NOT_CHECKED, "the model is sharded")
     folder = (yield str(job.directory / f"{FOLDER}-{uuid.uuid4().hex[:8]}"))[0]
     path = Path(folder)
     main, each = job.accelerator.is_main_process, bool(job.flags.get("save_on_each_node"))
@@ -57,7 +55,7 @@ def checkpoints(job: Job) -> Steps:
 
 
 def _save_and_load(job: Job, path: Path, on_each_node: bool) -> dict[str, Any]:
-    """A real checkpoint, loaded into copies of the model and the optimizer's state."""
+    """A real checkpoint, loaded into a copy of the model; where it is sharded, into itself."""
     start = time.perf_counter()
     checkpoint.save_checkpoint(
         path,
@@ -74,12 +72,14 @@ def _save_and_load(job: Job, path: Path, on_each_node: bool) -> dict[str, Any]:
     found = checkpoint.find_checkpoint(path, on_each_node)
     if found is None:
         return {"missing": True}
-    model = copy.deepcopy(job.plain_model)
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
-            tensor.zero_()
-    checkpoint.load_checkpoint(found, model=model)
-    ours, loaded = fingerprint(job.plain_model), fingerprint(model)
+    ours = fingerprint(job.plain_model)
+    with restored(job):
+        model = job.plain_model if job.is_sharded else copy.deepcopy(job.plain_model)
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                tensor.zero_()
+        checkpoint.load_checkpoint(found, model=model)
+        loaded = fingerprint(model)
     names = job.plain_model.state_dict().keys()  # not the buffers that are left out on purpose
     size = sum(file.stat().st_size for file in found.path.iterdir())
     # Momentum and the like come with the first update: at most twice the weights, as in Adam.
@@ -106,8 +106,8 @@ def _judge(everyone: list[dict[str, Any]], job: Job) -> Finding:
     kept = int(job.flags.get("keep_checkpoints") or 1) + 2  # the best, and the one being written
     needed, free = kept * facts["bytes"], facts["free"]
     seen = (
-        f"saved in {facts['seconds']:.1f} s and loaded; {kept} x {_size(facts['bytes'])} needed, "
-        f"{_size(free)} free"
+        f"saved in {facts['seconds']:.1f} s and loaded; {kept} x {size_text(facts['bytes'])} "
+        f"needed, {size_text(free)} free"
     )
     if needed > free:
         return Finding(FAIL, seen, "make space, or a smaller --keep-checkpoints")
@@ -119,14 +119,6 @@ def _judge(everyone: list[dict[str, Any]], job: Job) -> Finding:
             "--save-every so that little is lost",
         )
     return Finding(PASS, seen)
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "KB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
 
 
 def tracker(job: Job) -> Steps:

@@ -50,6 +50,15 @@ def table(entries: list[Entry]) -> str:
     return "\n".join([*lines, "-" * 98])
 
 
+def size_text(count: float) -> str:
+    """Bytes, with three digits and a unit."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
 def publish(
     directory: Path, ranks: list[dict[str, Any]], entries: list[Entry], seconds: float
 ) -> None:

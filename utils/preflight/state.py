@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from utils.preflight.job import Job
+from utils.sharding import own_part
 
 CHUNK = 1 << 22  # elements at once
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -18,8 +19,8 @@ DROPOUTS = "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dr
 
 
 def checksum(tensor: Tensor) -> str:
-    """Of the bits, in their order; dtype and shape are part of it."""
-    tensor = tensor.detach()
+    """Of the bits, in their order, of this process's part; dtype and shape are part of it."""
+    tensor = own_part(tensor.detach())
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     bits = tensor.contiguous().reshape(-1)

@@ -1,0 +1,99 @@
+"""The check of the memory: what weights, gradients and optimizer take under each engine."""
+
+import math
+from typing import NamedTuple
+
+import psutil
+import torch
+
+from utils.engines import engine_name
+from utils.preflight.job import FAIL, PASS, WARN, Finding, Job, Steps
+from utils.preflight.report import size_text
+from utils.preflight.state import inner_optimizer
+from utils.start import local_world_size
+
+FILES = {"HSDP": "hsdp.yaml", "FSDP2": "fsdp2.yaml"}  # the one that sends less first
+SHARE = 2 / 3  # of the memory, at most: activations and a sharded block, whole, need the rest
+
+
+class Bytes(NamedTuple):
+    """Of a whole model; activations come on top."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+
+
+def memory(job: Job) -> Steps:
+    """Bytes of the model for each process under each engine, and which of them fit."""
+    sizes = count_bytes(job.plain_model, inner_optimizer(job))
+    everyone = yield {"total": _device_bytes(job.device), "local": local_world_size()}
+    total, local = (min(answer[key] for answer in everyone) for key in ("total", "local"))
+    on_cpu, engine = job.device.type == "cpu", engine_name(job.accelerator)
+    return judge_memory(sizes, engine, job.plan.num_processes, local, total, on_cpu)
+
+
+def count_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Bytes:
+    """Of a model, sharded or not, and of what its optimizer will keep after the first update."""
+    tensors = [*model.parameters(), *model.buffers()]
+    weights = sum(t.numel() * t.element_size() for t in tensors)
+    gradients = optimizer_bytes = 0
+    for group in optimizer.param_groups:
+        # Adam and its like keep means of gradients and of squares; SGD its momentum.
+        kept = 2 + bool(group.get("amsgrad")) if "betas" in group else bool(group.get("momentum"))
+        size = sum(p.numel() * p.element_size() for p in group["params"] if p.requires_grad)
+        gradients += size
+        optimizer_bytes += kept * size
+    return Bytes(weights, gradients, optimizer_bytes)
+
+
+def bytes_per_process(sizes: Bytes, num_processes: int, local: int) -> dict[str, float]:
+    """By engine, the one that sends least first.
+
+    Args:
+        local: processes on a machine, between which HSDP shards.
+    """
+    weights, gradients, optimizer = sizes
+    engines = {
+        "DDP": weights + gradients + optimizer,
+        "ZeRO-2": weights + (gradients + optimizer) / num_processes,
+        "HSDP": (weights + gradients + optimizer) / local,
+        "FSDP2": (weights + gradients + optimizer) / num_processes,
+    }
+    if local in (1, num_processes):  # HSDP would be DDP, or FSDP2
+        del engines["HSDP"]
+    return engines
+
+
+def judge_memory(
+    sizes: Bytes, engine: str, num_processes: int, local: int, total: int, on_cpu: bool
+) -> Finding:
+    """Whether `engine` fits the `total` bytes of each process's device, and which one would."""
+    needed = bytes_per_process(sizes, num_processes, local)
+    seen = ", ".join(f"{name} {size_text(size)}" for name, size in sizes._asdict().items())
+    if num_processes > 1:
+        each = ", ".join(f"{size_text(size)} with {name}" for name, size in needed.items())
+        seen += f"; a process holds {each}"
+    seen += f"; activations come on top; {size_text(total)} there"
+    if needed[engine] <= SHARE * total:
+        return Finding(PASS, seen)
+    running = engine if num_processes > 1 else "one process"
+    if needed[engine] <= total:
+        result, seen = WARN, f"{running} leaves little for activations: {seen}"
+    else:
+        result, seen = FAIL, f"{running} does not fit: {seen}"
+    if on_cpu:
+        return Finding(result, seen, "fewer processes on the machine, or a smaller model")
+    for name, file in FILES.items():
+        if name != engine and needed.get(name, math.inf) <= SHARE * total:
+            return Finding(result, seen, f"{name} fits: accelerate_configs/{file}")
+    enough = math.ceil(sum(sizes) / (SHARE * total))
+    remedy = f"FSDP2 (accelerate_configs/fsdp2.yaml) on {enough} GPUs or more, or a smaller model"
+    return Finding(result, seen, remedy)
+
+
+def _device_bytes(device: torch.device) -> int:
+    """Memory of this process's device; a CPU's is shared with the others on the machine."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return psutil.virtual_memory().total // local_world_size()
