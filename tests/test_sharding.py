@@ -414,6 +414,7 @@ def test_fsdp_is_refused(monkeypatch, environment, how, words):
     ("environment", "words"),
     [
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, "DEEPSPEED steps inside .*fsdp2.yaml"),
+        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "MEGATRON_LM trains .*fsdp2.yaml"),
         (HSDP | {"PARALLELISM_CONFIG_TP_SIZE": "2"}, "tp_size=2: several processes .*use 1"),
         (
             HSDP | {"PARALLELISM_CONFIG_DP_SHARD_SIZE": "8"},

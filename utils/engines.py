@@ -58,6 +58,11 @@ def check_launched_engine(asked: int) -> None:
             "its checkpoints fit its own number of processes only: not to be had with these "
             f"scripts yet; use `{FSDP_LAUNCH}`, which shards what ZeRO-3 does"
         )
+    if parse_flag_from_env("ACCELERATE_USE_MEGATRON_LM"):
+        raise UsageError(
+            "MEGATRON_LM trains models and loops of its own, and these scripts have theirs; use "
+            f"`{FSDP_LAUNCH}`"
+        )
     if not parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG"):
         return
     names = ("dp_replicate", "dp_shard", "tp", "cp", "sp")

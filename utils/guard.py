@@ -28,7 +28,6 @@ from typing import Any
 
 import psutil
 import torch
-from accelerate.utils import parse_flag_from_env
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from utils import errors, marks
@@ -36,7 +35,7 @@ from utils.console import warn
 from utils.distributed import NoteBoard, all_reduce_sum, on_main_process, rank
 from utils.distributed import world_size as number_of_processes
 from utils.engines import uses_fsdp
-from utils.errors import ERROR, ExplainedError, UsageError
+from utils.errors import ERROR, ExplainedError
 from utils.files import read_json
 from utils.hang import HangWatch, script_line, write_stacks
 from utils.marks import latest, mark
@@ -117,8 +116,6 @@ class Guard:
     """
 
     def __init__(self, directory: Path, *, nonfinite: str = "stop", hang_timeout: float = 600.0):
-        if nonfinite == "skip" and parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
-            raise UsageError("--nonfinite skip: DeepSpeed steps inside backward, before the check")
         self.directory = directory
         self.nonfinite = nonfinite
         self.hang_timeout = hang_timeout

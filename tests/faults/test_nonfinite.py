@@ -9,7 +9,6 @@ import torch
 
 from tests.faults.job import EPOCH_STEPS, NUM_TRAIN, Job
 from tests.scripts import read_run
-from utils.errors import UsageError
 from utils.guard import Guard
 from utils.nonfinite import NonFiniteError
 from utils.order import SampleOrder
@@ -173,10 +172,3 @@ def test_fp16_overflow_is_skipped_and_the_scaler_can_go_on_after_a_skip(tmp_path
     with pytest.raises(NonFiniteError, match="fp16 overflows 30 times in a row"):
         for step in range(5, 40):
             check(guard, step, [1.0], INF, scaler=Mock())
-
-
-def test_deepspeed_cannot_skip(tmp_path, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    with pytest.raises(UsageError, match="--nonfinite skip: DeepSpeed"):
-        Guard(tmp_path, nonfinite="skip")
-    Guard(tmp_path, nonfinite="stop")
