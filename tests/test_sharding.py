@@ -413,7 +413,7 @@ def test_fsdp_is_refused(monkeypatch, environment, how, words):
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
-        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "DEEPSPEED steps inside .*fsdp2.yaml"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "DEEPSPEED keeps the optimizer.*fsdp2.yaml"),
         ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "MEGATRON_LM trains .*fsdp2.yaml"),
         (HSDP | {"PARALLELISM_CONFIG_TP_SIZE": "2"}, "tp_size=2: several processes .*use 1"),
         (

@@ -176,7 +176,7 @@ def test_an_engine_that_the_script_does_not_bear_is_refused(launch):
     environment = TORCHRUN | {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
     with pytest.raises(UsageError, match="FSDP: this script evaluates"):
         launch(environment, gpus=2, engine=DistributedType.FSDP)
-    with pytest.raises(UsageError, match="DEEPSPEED steps inside"):
+    with pytest.raises(UsageError, match="DEEPSPEED keeps the optimizer"):
         launch(TORCHRUN | {"ACCELERATE_USE_DEEPSPEED": "true"}, gpus=2)
 
 

@@ -54,9 +54,9 @@ def check_launched_engine(asked: int) -> None:
     """
     if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
         raise UsageError(
-            "DEEPSPEED steps inside of backward, before a value that is not finite is seen, and "
-            "its checkpoints fit its own number of processes only: not to be had with these "
-            f"scripts yet; use `{FSDP_LAUNCH}`, which shards what ZeRO-3 does"
+            "DEEPSPEED keeps the optimizer's state in parts, which the checkpoints here would miss:"
+            f" not to be had with these scripts yet; use `{FSDP_LAUNCH}`, which shards what ZeRO-3 "
+            "does"
         )
     if parse_flag_from_env("ACCELERATE_USE_MEGATRON_LM"):
         raise UsageError(
