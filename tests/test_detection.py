@@ -281,6 +281,23 @@ def test_regions_are_drawn_evenly_and_by_key_alone():
     assert ((counts[:40] - 160).abs() < 50).all()  # 5 deviations
 
 
+def test_another_order_of_the_regions_means_no_others():
+    """Which of two boxes with nearly the same score comes first is a matter of rounding."""
+    with mock.patch.object(detectors, "torchvision_model", tiny_detector):
+        heads = detection.build_model("fasterrcnn_x", 2, SIDE, False, 16).roi_heads
+    torch.manual_seed(0)
+    corners = torch.rand(200, 2) * 40
+    proposals = torch.cat([corners, corners + 4 + torch.rand(200, 2) * 20], dim=1)
+    target = {"boxes": torch.tensor([[10.0, 10, 40, 40]]), "labels": torch.tensor([1])}
+    heads.fg_bg_sampler.keys = detectors.region_keys(torch.tensor([5]), 0, 0)
+    chosen = []
+    for order in (torch.arange(200), torch.randperm(200)):
+        moved = proposals[order] + 1e-6
+        boxes = heads.select_training_samples([moved], [target])[0][0]
+        chosen.append({tuple(round(x, 3) for x in box) for box in boxes.tolist()})
+    assert len(chosen[0]) == 16 and len(chosen[0] & chosen[1]) >= 15  # one may be at an edge
+
+
 # ---- BatchNorm -------------------------------------------------------------------------------
 
 
@@ -315,6 +332,12 @@ def test_weights_of_a_classifier_and_of_other_classes():
     other = detection.build_model(name, 5, SIDE, False, 16)
     fresh = load_weights(model, other.state_dict(), "a file")
     assert len(fresh) == 4 and all("box_predictor" in key for key in fresh)
+    ssd, other_ssd = (
+        detection.build_model("ssdlite320_mobilenet_v3_large", classes, 320, False, 16)
+        for classes in (2, 5)
+    )
+    fresh = load_weights(ssd, other_ssd.state_dict(), "a file")
+    assert len(fresh) == 12 and all("classification_head" in key for key in fresh)
     assert torch.equal(loaded, other.backbone.body["0"][0].weight)  # type: ignore
 
 
@@ -568,7 +591,8 @@ def test_boxes_as_in_the_annotations(folder, capsys):
                 inside = [max(0, x), max(0, y), min(x + w, image["width"])]
                 assert box == [*inside, min(y + h, image["height"])]
                 seen += box != [x, y, x + w, y + h]
-            assert [a["bbox"] for a in split.truth[index]] == [a["bbox"] for a in own]
+            if part == "val":  # as they are, not clipped
+                assert [a["bbox"] for a in split.truth[index]] == [a["bbox"] for a in own]
         empty = sum(index % 3 == 1 for index in range(len(split)))
         expected = f"{part}: {seen} boxes clipped to the image; {empty} images without boxes"
         assert expected in capsys.readouterr().out or part == "val"
@@ -591,9 +615,8 @@ def test_boxes_without_area_are_left_out_and_named(tmp_path, capsys, box):
     total = len(content["annotations"])
     line = f"train: 1 of {total} boxes left out, without area in the image: train2.png (annot"
     assert line + f"ation 901: {box})" in capsys.readouterr().out
-    assert (
-        torch.equal(data.train.boxes, whole.train.boxes) and data.train.truth == whole.train.truth
-    )
+    assert torch.equal(data.train.boxes, whole.train.boxes)
+    assert data.fingerprint == whole.fingerprint
 
 
 def test_crowds_are_evaluated_and_not_learnt(tmp_path):

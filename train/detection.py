@@ -6,8 +6,7 @@
     accelerate launch train/detection.py --dataset bccd --model retinanet_resnet50_fpn
 
 The loss is the sum over the images of torchvision's losses of each image by itself, with random
-regions of its own (utils/detectors.py): so the layout does not change it. Faster R-CNN's stages
-divide by the regions that were asked for, RetinaNet, FCOS and SSD by the matches of the image.
+regions of its own (utils/detectors.py): no layout changes it.
 
 Start a new task: copy this file, change the sections Data and Model and `compute_loss`.
 """
@@ -32,7 +31,7 @@ from utils.box_pictures import draw_boxes
 from utils.box_sets import find_boxes
 from utils.boxes import BOX_REMEDY, MEAN_COLOUR, NO_BOX, describe_square, fit, fitted_back
 from utils.console import Progress, Table, say
-from utils.detectors import build_detector, region_keys
+from utils.detectors import build_detector, check_export, region_keys
 from utils.distributed import gather_objects, on_main_process
 from utils.errors import FINISHED, PREEMPTED, UsageError, exit_with
 from utils.export import export_checkpoint, export_model
@@ -172,6 +171,7 @@ def evaluate(model: torch.nn.Module, loader, transform, device, split, classes) 
 
 def main(cfg: Config) -> int:
     # ---- Setup -------------------------------------------------------------------------------
+    check_export(cfg.export)
     cfg = cfg.as_in_run()  # --export and --predict: the run's own flags
     check_flags(
         asdict(cfg),
@@ -233,8 +233,7 @@ def main(cfg: Config) -> int:
 
     # ---- Model -------------------------------------------------------------------------------
     frozen_bn = cfg.weights != "none" and not cfg.trainable_bn
-    shape = (len(classes), cfg.image_size, frozen_bn, cfg.regions)
-    build = partial(build_model, cfg.model, *shape)
+    build = partial(build_model, cfg.model, len(classes), cfg.image_size, frozen_bn, cfg.regions)
     torch.manual_seed(cfg.seed)  # the same weights on every process
     model = build()
     if cfg.export == "none":  # else the checkpoint has them all

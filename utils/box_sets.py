@@ -8,7 +8,7 @@ The names of COCO itself (instances_train2017.json, images in train2017/) are fo
 import hashlib
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,8 @@ def find_boxes(dataset: str, train_json: str, val_json: str, subset: int) -> Box
         parts = (split.files, sizes, split.boxes.tolist(), split.labels.tolist())
         content.update(repr((*parts, split.starts.tolist(), split.truth)).encode())
     names = [categories[id_] for id_ in ids]
-    return BoxedImages(dataset, splits[0], splits[1], names, ids, content.hexdigest()[:16])
+    to_train = replace(splits[0], truth=[])  # large, for each process and worker, and not needed
+    return BoxedImages(dataset, to_train, splits[1], names, ids, content.hexdigest()[:16])
 
 
 def _annotation_file(folder: Path, part: str, customary: tuple[str, ...], given: str) -> Path:

@@ -41,7 +41,8 @@ class BoxSplit(Dataset):
         boxes: float32 (boxes, 4), x1, y1, x2, y2 in pixels, inside of their images; those of image
             i are starts[i] to starts[i + 1].
         labels: int64 (boxes,), 0 to classes - 1.
-        truth: what an evaluation compares with: COCO's "annotations" of each image.
+        truth: what an evaluation compares with: COCO's "annotations" of each image, with labels for
+            categories; [] of a split that is trained on.
         capacity: places for boxes in a sample.
         transform: see Transform; called where a sample is read, with `random`, numpy and torch
             seeded by (seed, epoch, index), whatever process reads it.

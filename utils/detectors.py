@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torchvision.models.detection import FCOS, FasterRCNN, RetinaNet
 from torchvision.models.detection._utils import BalancedPositiveNegativeSampler
+from torchvision.models.detection.roi_heads import RoIHeads
 from torchvision.models.detection.rpn import RegionProposalNetwork
 from torchvision.models.detection.ssd import SSD
 from torchvision.ops import FrozenBatchNorm2d
@@ -21,6 +22,7 @@ from utils.models import torchvision_model
 from utils.order import hash64
 
 REGION_STREAM = 0x4E60  # of the random numbers by which regions are chosen
+REGION_GRID = 4.0  # pixels to which a region's corners tell it from others
 STRIDE = 32  # image sizes are multiples of it, so that torchvision pads nothing
 
 
@@ -34,6 +36,7 @@ class KeyedSampler(BalancedPositiveNegativeSampler):
 
     Attributes:
         keys: (B,) int64, of the images of the next call: 64 random bits each.
+        places: (A,) int64 of each image, what its regions are known by; None: their numbers.
         filled: share of the regions asked for that the last call has found.
     """
 
@@ -41,6 +44,7 @@ class KeyedSampler(BalancedPositiveNegativeSampler):
         super().__init__(plain.batch_size_per_image, plain.positive_fraction)
         self.stream = stream
         self.keys = torch.empty(0, dtype=torch.int64)
+        self.places: list[Tensor] | None = None
         self.filled = 1.0
 
     def __call__(self, matched_idxs: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -51,13 +55,14 @@ class KeyedSampler(BalancedPositiveNegativeSampler):
         """
         quota, drawn = self.batch_size_per_image, 0
         masks: tuple[list[Tensor], list[Tensor]] = ([], [])
-        for key, matched in zip(self.keys, matched_idxs, strict=True):
-            places = torch.arange(len(matched), device=matched.device)
+        numbered = [torch.arange(len(matched), device=matched.device) for matched in matched_idxs]
+        images = zip(self.keys, self.places or numbered, matched_idxs, strict=True)
+        for key, places, matched in images:
             numbers = hash64(places + key, 0, 0, self.stream)
             wanted, left = int(quota * self.positive_fraction), quota
             for candidates, of_kind in zip((matched >= 1, matched == 0), masks, strict=True):
                 indices = torch.where(candidates)[0]
-                chosen = indices[numbers[indices].argsort()[:wanted]]
+                chosen = indices[numbers[indices].argsort(stable=True)[:wanted]]
                 of_kind.append(torch.zeros_like(matched, dtype=torch.uint8))
                 of_kind[-1][chosen] = 1
                 left -= len(chosen)
@@ -73,6 +78,18 @@ class _Proposals(RegionProposalNetwork):
     def compute_loss(self, objectness, pred_bbox_deltas, labels, regression_targets):
         labels = [label.to(objectness.dtype) for label in labels]
         return super().compute_loss(objectness, pred_bbox_deltas, labels, regression_targets)
+
+
+class _Regions(RoIHeads):
+    """Regions known to the sampler by where they are: their order, by score, is often a matter of
+    rounding, and another order must not mean other regions."""
+
+    def select_training_samples(self, proposals, targets):
+        boxes = self.add_gt_proposals(proposals, [target["boxes"] for target in targets])
+        shifts = torch.tensor([0, 16, 32, 48], device=boxes[0].device)
+        corners = [(own / REGION_GRID).round().long() << shifts for own in boxes]
+        self.fg_bg_sampler.places = [own.sum(dim=1) for own in corners]  # type: ignore
+        return super().select_training_samples(proposals, targets)
 
 
 class _ByImage(nn.Module):
@@ -166,6 +183,15 @@ def build_detector(
     return by_image(model)
 
 
+def check_export(format: str) -> None:
+    """UsageError for what a detector cannot be exported as."""
+    if format not in ("none", "safetensors"):
+        raise UsageError(
+            f"--export {format}: torch.export cannot follow a detector, whose number of boxes "
+            "depends on the image; use --export safetensors, and torchvision to run it"
+        )
+
+
 def by_image(model: nn.Module) -> nn.Module:
     """Make a detector's losses sums over images that depend on nothing but the image, in place."""
     model.transform._skip_resize = True  # type: ignore  # it draws a random size, of one
@@ -173,7 +199,7 @@ def by_image(model: nn.Module) -> nn.Module:
     if two_stages:
         for stream, part in enumerate((model.rpn, model.roi_heads)):
             part.fg_bg_sampler = KeyedSampler(part.fg_bg_sampler, stream)  # type: ignore
-        model.rpn.__class__ = _Proposals
+        model.rpn.__class__, model.roi_heads.__class__ = _Proposals, _Regions
     kind = _TwoStage if two_stages else _SingleStage
     model.__class__ = type(type(model).__name__, (kind, type(model)), {})
     return model

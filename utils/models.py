@@ -18,7 +18,8 @@ from utils.files import read_tensors
 
 STEP_COUNT = ".num_batches_tracked"
 PREFIXES = ("_orig_mod.", "module.")  # left in keys by torch.compile and DistributedDataParallel
-REPLACEABLE = 12  # tensors that may have another shape: of the stem, or of a head (SSD has six)
+REPLACEABLE = 4  # tensors that may have another shape: weight and bias of the stem and of the head
+DETECTOR_HEAD = "head.classification_head."  # SSD has one for each of its levels
 
 
 def plain_name(name: str) -> str:
@@ -82,7 +83,8 @@ def load_weights(
         )
     state = {name: state.get(name, value) for name, value in own.items()}
     other_shape = tuple(name for name in own if own[name].shape != state[name].shape)
-    if len(other_shape) > REPLACEABLE or len(other_shape) == len(own):
+    not_of_head = [name for name in other_shape if not name.startswith(DETECTOR_HEAD)]
+    if len(not_of_head) > REPLACEABLE or len(other_shape) == len(own):
         raise UsageError(
             f"--weights {source} is of another architecture: {len(other_shape)} of {len(own)} "
             f"tensors have another shape, such as {other_shape[0]}"
