@@ -258,7 +258,8 @@ def test_the_loss_of_one_image_is_torchvisions(folder, name):
         target = {"boxes": batch["boxes"][i][real], "labels": batch["label"][i][real] + 1}
         with torch.no_grad():
             total += float(sum(plain([batch["image"][i]], [target]).values()))
-    assert float(detection.compute_loss(model, batch)[0]) == pytest.approx(total, rel=1e-4)
+    loss = detection.compute_loss(model, batch)[0].detach()
+    assert float(loss) == pytest.approx(total, rel=1e-4)
 
 
 def test_regions_are_drawn_evenly_and_by_key_alone():
@@ -284,18 +285,25 @@ def test_regions_are_drawn_evenly_and_by_key_alone():
 def test_another_order_of_the_regions_means_no_others():
     """Which of two boxes with nearly the same score comes first is a matter of rounding."""
     with mock.patch.object(detectors, "torchvision_model", tiny_detector):
-        heads = detection.build_model("fasterrcnn_x", 2, SIDE, False, 16).roi_heads
+        model = detection.build_model("fasterrcnn_x", 2, SIDE, False, 16)
     torch.manual_seed(0)
-    corners = torch.rand(200, 2) * 40
-    proposals = torch.cat([corners, corners + 4 + torch.rand(200, 2) * 20], dim=1)
-    target = {"boxes": torch.tensor([[10.0, 10, 40, 40]]), "labels": torch.tensor([1])}
-    heads.fg_bg_sampler.keys = detectors.region_keys(torch.tensor([5]), 0, 0)
+    corners = torch.rand(2, 300, 2) * 60
+    proposals = torch.cat([corners, corners + 1 + torch.rand(2, 300, 2) * 30], dim=2)
+    shapes, levels = [(64, 64), (50, 64)], [100, 200]
+    kept, _ = model.rpn.filter_proposals(proposals, torch.randn(2, 300), shapes, levels)
+    sampler = model.roi_heads.fg_bg_sampler
+    for i, (height, width) in enumerate(shapes):
+        clipped = proposals[i].minimum(torch.tensor([width, height] * 2))
+        assert torch.equal(clipped[sampler.places[i]], kept[i]) and len(kept[i]) > 50
+    sampler.keys = detectors.region_keys(torch.tensor([5]), 0, 0)
+    places, matched = sampler.places[0], (kept[0][:, 0] > 45).long()
     chosen = []
-    for order in (torch.arange(200), torch.randperm(200)):
-        moved = proposals[order] + 1e-6
-        boxes = heads.select_training_samples([moved], [target])[0][0]
-        chosen.append({tuple(round(x, 3) for x in box) for box in boxes.tolist()})
-    assert len(chosen[0]) == 16 and len(chosen[0] & chosen[1]) >= 15  # one may be at an edge
+    for order in (torch.arange(len(places)), torch.randperm(len(places))):
+        sampler.places = [places[order]]
+        masks = sampler([torch.cat([matched[order], torch.tensor([1, 0])])])  # and two true boxes
+        both = masks[0][0] | masks[1][0]
+        chosen.append(set(places[order][both[:-2] > 0].tolist()) | set(both[-2:].tolist()))
+    assert chosen[0] == chosen[1] and len(chosen[0]) >= 15
 
 
 # ---- BatchNorm -------------------------------------------------------------------------------
@@ -550,6 +558,8 @@ def test_preflight(pool, folder, tmp_path, mean_loss, tiny):
     failed = [name for name, entry in answer["checks"].items() if entry["result"] == "fail"]
     assert failed == (["gradient"] if mean_loss else []), answer["checks"]
     assert answer["code"] == int(mean_loss)
+    if tiny and not mean_loss:  # the large one's gradient is a matter of rounding in float32
+        assert answer["checks"]["gradient"]["result"] in ("pass", "warn"), answer["checks"]
 
 
 @slow

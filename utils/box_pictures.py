@@ -40,7 +40,7 @@ def draw_overlay(
         labels=texts,
         colors=[tuple(colours[label].tolist()) for label in labels],
         width=width,
-        label_colors=None if texts is None else ["white"] * len(texts),
+        label_colors=None if texts is None else "white",
         fill_labels=texts is not None,
     )
 
@@ -73,8 +73,8 @@ def draw_boxes(
         shown = int((found["scores"] >= SHOWN_SCORE).sum())
         for of_kind in ({"boxes": boxes, "labels": labels}, found):
             overlay = draw_overlay(image, of_kind, colours)
-            size = fitted_size(*image.shape[1:], TILE)
-            tiles.append(resize(overlay, list(size)).permute(1, 2, 0).numpy())
+            size = fitted_size(image.shape[1], image.shape[2], TILE)
+            tiles.append(resize(overlay, size=list(size)).permute(1, 2, 0).numpy())
         notes += [f"id {index}: truth, {len(labels)} boxes", f"{shown} found"]
         rows.append([index, len(labels), shown])
     return Picture(png(draw_tiles(tiles, notes, classes)), ["id", "boxes", "found"], rows)

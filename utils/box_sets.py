@@ -58,7 +58,7 @@ def find_boxes(dataset: str, train_json: str, val_json: str, subset: int) -> Box
     folder = Path(dataset).expanduser()
     if not folder.is_dir():
         raise UsageError(f"--dataset {dataset}: no such folder; it needs annotations/ and images/")
-    found = []
+    found: list[tuple[str, Path, dict[str, Any]]] = []
     for (part, customary), given in zip(PARTS, (train_json, val_json), strict=True):
         path = _annotation_file(folder, part, customary, given)
         found.append((part, path, _read(path)))
@@ -66,7 +66,7 @@ def find_boxes(dataset: str, train_json: str, val_json: str, subset: int) -> Box
     categories = _categories(train_path, train)
     if _categories(val_path, val) != categories:
         raise UsageError(f"{val_path} has other categories than {train_path}; they must be equal")
-    splits = [_split(*each, folder, categories, subset) for each in found]
+    splits = [_split(*each, folder, categories, subset) for each in found]  # type: ignore
     for split, (_, path, _) in zip(splits, found, strict=True):
         if not len(split.labels):
             raise UsageError(f"{path}: none of {len(split)} images has a box")
@@ -190,7 +190,7 @@ def _split(
 
 
 def _box(path: Path, name: str, annotation: dict[str, Any]) -> list[float]:
-    box = annotation.get("bbox")
+    box: Any = annotation.get("bbox")
     good = isinstance(box, list) and len(box) == 4
     if not good or not all(isinstance(x, (int, float)) and math.isfinite(x) for x in box):
         raise UsageError(f"{path}: {name}: bbox={box!r} must be four finite numbers")

@@ -131,12 +131,18 @@ def describe_square(side: int) -> dict[str, Any]:
     }
 
 
+def fit_image(side: int, image: torch.Tensor) -> torch.Tensor:
+    """The whole image, uint8 (3, H, W), in the upper left of a square: (3, S, S)."""
+    height, width = fitted_size(image.shape[-2], image.shape[-1], side)
+    resized = F.resize(image, size=[height, width])
+    return F.pad(resized, [0, 0, side - width, side - height], fill=MEAN_COLOUR)  # type: ignore
+
+
 def fit(side: int, image: Any, boxes: Any, labels: Any) -> tuple[Any, Any, Any]:
-    """The whole image in the upper left of a square of `side` pixels, with its boxes."""
-    height, width = fitted_size(*image.shape[-2:], side)
-    padding = [0, 0, side - width, side - height]
-    image = F.pad(F.resize(image, [height, width]), padding, fill=MEAN_COLOUR)  # type: ignore
-    return image, F.pad(F.resize(boxes, [height, width]), padding), labels
+    """`fit_image`, and the boxes that belong to it: a Transform."""
+    height, width = fitted_size(image.shape[-2], image.shape[-1], side)
+    resized = F.resize(boxes, size=[height, width])
+    return fit_image(side, image), F.pad(resized, [0, 0, side - width, side - height]), labels
 
 
 def fitted_back(

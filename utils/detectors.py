@@ -12,17 +12,16 @@ import torch
 from torch import Tensor, nn
 from torchvision.models.detection import FCOS, FasterRCNN, RetinaNet
 from torchvision.models.detection._utils import BalancedPositiveNegativeSampler
-from torchvision.models.detection.roi_heads import RoIHeads
 from torchvision.models.detection.rpn import RegionProposalNetwork
 from torchvision.models.detection.ssd import SSD
-from torchvision.ops import FrozenBatchNorm2d
+from torchvision.ops import FrozenBatchNorm2d, clip_boxes_to_image
 
 from utils.errors import UsageError
 from utils.models import torchvision_model
 from utils.order import hash64
 
 REGION_STREAM = 0x4E60  # of the random numbers by which regions are chosen
-REGION_GRID = 4.0  # pixels to which a region's corners tell it from others
+OWN_PLACES = 1 << 32  # from here on places are a region's own number, not an anchor's
 STRIDE = 32  # image sizes are multiples of it, so that torchvision pads nothing
 
 
@@ -36,7 +35,7 @@ class KeyedSampler(BalancedPositiveNegativeSampler):
 
     Attributes:
         keys: (B,) int64, of the images of the next call: 64 random bits each.
-        places: (A,) int64 of each image, what its regions are known by; None: their numbers.
+        places: int64 of each image, what its first regions are known by, and their number if none.
         filled: share of the regions asked for that the last call has found.
     """
 
@@ -44,7 +43,7 @@ class KeyedSampler(BalancedPositiveNegativeSampler):
         super().__init__(plain.batch_size_per_image, plain.positive_fraction)
         self.stream = stream
         self.keys = torch.empty(0, dtype=torch.int64)
-        self.places: list[Tensor] | None = None
+        self.places: list[Tensor] = []
         self.filled = 1.0
 
     def __call__(self, matched_idxs: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -55,9 +54,10 @@ class KeyedSampler(BalancedPositiveNegativeSampler):
         """
         quota, drawn = self.batch_size_per_image, 0
         masks: tuple[list[Tensor], list[Tensor]] = ([], [])
-        numbered = [torch.arange(len(matched), device=matched.device) for matched in matched_idxs]
-        images = zip(self.keys, self.places or numbered, matched_idxs, strict=True)
-        for key, places, matched in images:
+        for i, (key, matched) in enumerate(zip(self.keys, matched_idxs, strict=True)):
+            places = torch.arange(len(matched), device=matched.device) + OWN_PLACES
+            if self.places:  # those behind are the true boxes, which are regions too
+                places[: len(self.places[i])] = self.places[i]
             numbers = hash64(places + key, 0, 0, self.stream)
             wanted, left = int(quota * self.positive_fraction), quota
             for candidates, of_kind in zip((matched >= 1, matched == 0), masks, strict=True):
@@ -73,23 +73,29 @@ class KeyedSampler(BalancedPositiveNegativeSampler):
 
 
 class _Proposals(RegionProposalNetwork):
-    """In any dtype: torchvision's own labels are float32, and so would its loss be."""
+    """In any dtype (torchvision's labels, and so its loss, are float32), and it tells the second
+    stage which anchors its proposals come from: their order, by score, is a matter of rounding,
+    and another order must not mean other regions."""
+
+    second_stage: KeyedSampler
 
     def compute_loss(self, objectness, pred_bbox_deltas, labels, regression_targets):
         labels = [label.to(objectness.dtype) for label in labels]
         return super().compute_loss(objectness, pred_bbox_deltas, labels, regression_targets)
 
+    def filter_proposals(self, proposals, objectness, image_shapes, num_anchors_per_level):
+        found = super().filter_proposals(proposals, objectness, image_shapes, num_anchors_per_level)
+        self.second_stage.places = []
+        for all_, kept, shape in zip(proposals, found[0], image_shapes, strict=True):
+            codes, anchors = _codes(clip_boxes_to_image(all_, shape)).sort(stable=True)
+            self.second_stage.places.append(anchors[torch.searchsorted(codes, _codes(kept))])
+        return found
 
-class _Regions(RoIHeads):
-    """Regions known to the sampler by where they are: their order, by score, is often a matter of
-    rounding, and another order must not mean other regions."""
 
-    def select_training_samples(self, proposals, targets):
-        boxes = self.add_gt_proposals(proposals, [target["boxes"] for target in targets])
-        shifts = torch.tensor([0, 16, 32, 48], device=boxes[0].device)
-        corners = [(own / REGION_GRID).round().long() << shifts for own in boxes]
-        self.fg_bg_sampler.places = [own.sum(dim=1) for own in corners]  # type: ignore
-        return super().select_training_samples(proposals, targets)
+def _codes(boxes: Tensor) -> Tensor:
+    """An integer for each of the boxes (A, 4), the same for the same numbers; int64 (A,)."""
+    bits = boxes.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[boxes.itemsize])
+    return hash64(bits.long(), 0, 0, 0).mul(torch.arange(1, 8, 2, device=boxes.device)).sum(dim=1)
 
 
 class _ByImage(nn.Module):
@@ -122,7 +128,8 @@ class _TwoStage(_ByImage):
     image in which it has found fewer counts by what it has."""
 
     def loss_sums(self, images: Tensor, targets: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        rpn, heads = self.rpn.fg_bg_sampler, self.roi_heads.fg_bg_sampler  # type: ignore
+        rpn: Any = self.rpn.fg_bg_sampler  # type: ignore
+        heads: Any = self.roi_heads.fg_bg_sampler  # type: ignore
         rpn.keys = heads.keys = torch.stack([target["key"] for target in targets])
         losses = super().loss_sums(images, targets)
         of_rpn = ("loss_objectness", "loss_rpn_box_reg")
@@ -165,7 +172,7 @@ def build_detector(
     model = torchvision_model(name, num_classes + 1, "detection", **options)
     if type(model) not in (FasterRCNN, RetinaNet, FCOS, SSD):
         raise UsageError(f"--model {name} needs masks or keypoints; choose a detector of boxes")
-    fixed = model.transform.fixed_size
+    fixed: Any = model.transform.fixed_size  # type: ignore
     if fixed and fixed[0] != image_size:
         raise UsageError(f"--image-size {image_size}: {name} takes {fixed[0]} only")
     if not fixed and image_size % STRIDE:
@@ -199,7 +206,8 @@ def by_image(model: nn.Module) -> nn.Module:
     if two_stages:
         for stream, part in enumerate((model.rpn, model.roi_heads)):
             part.fg_bg_sampler = KeyedSampler(part.fg_bg_sampler, stream)  # type: ignore
-        model.rpn.__class__, model.roi_heads.__class__ = _Proposals, _Regions
+        model.rpn.__class__ = _Proposals
+        model.rpn.second_stage = model.roi_heads.fg_bg_sampler  # type: ignore
     kind = _TwoStage if two_stages else _SingleStage
     model.__class__ = type(type(model).__name__, (kind, type(model)), {})
     return model

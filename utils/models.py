@@ -81,7 +81,7 @@ def load_weights(
             f"--weights {source} is of another architecture: "
             f"missing {missing[:3] or 'nothing'}, unexpected {unexpected[:3] or 'nothing'}"
         )
-    state = {name: state.get(name, value) for name, value in own.items()}
+    state = {**own, **{name: value for name, value in state.items() if name in own}}
     other_shape = tuple(name for name in own if own[name].shape != state[name].shape)
     not_of_head = [name for name in other_shape if not name.startswith(DETECTOR_HEAD)]
     if len(not_of_head) > REPLACEABLE or len(other_shape) == len(own):

@@ -16,11 +16,10 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import nn
-from torchvision import tv_tensors
 
 from utils.augment import normalise
 from utils.box_pictures import SHOWN_SCORE, draw_overlay
-from utils.boxes import fit, fitted_back
+from utils.boxes import fit_image, fitted_back
 from utils.checkpoint import find_checkpoint, load_checkpoint
 from utils.console import say, warn
 from utils.errors import FINISHED, ExplainedError, UsageError
@@ -141,9 +140,7 @@ def detect(
     folder, stems = directory / "predictions", set()
     for name, image in _readable(path):
         size = torch.tensor([image.shape[1:]])
-        no_boxes = tv_tensors.BoundingBoxes(torch.zeros(0, 4), format="XYXY", canvas_size=size[0])
-        squared = fit(side, image, no_boxes, None)[0]
-        inputs = squared[None].to(device, torch.get_default_dtype()) / 255
+        inputs = fit_image(side, image)[None].to(device, torch.get_default_dtype()) / 255
         found = fitted_back(model(inputs), size, side)[0]
         boxes = [
             {
