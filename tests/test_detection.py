@@ -19,7 +19,7 @@ from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
 from torchvision.ops import FrozenBatchNorm2d, MultiScaleRoIAlign
 
-from tests.scripts import read_run, relative_difference
+from tests.scripts import read_run
 from train import detection
 from utils import detectors
 from utils.average_precision import average_precision, coco_results
@@ -155,6 +155,15 @@ def references(pool, folder, tmp_path_factory):
     return get
 
 
+def assert_same(expected: dict, actual: dict, tolerance: float) -> None:
+    """Tensor by tensor; those that are rounding alone (a bias in front of BatchNorm has no
+    gradient) are compared with the largest of all."""
+    largest = max(float(value.abs().max()) for value in expected.values())
+    for name, value in expected.items():
+        size = max(float(value.abs().max()), 1e-5 * largest)
+        assert float((value - actual[name]).abs().max()) < tolerance * size, name
+
+
 LAYOUTS = [
     pytest.param(2, 2, 1, 4),
     pytest.param(4, 1, 1, 4, marks=slow),
@@ -173,12 +182,11 @@ def test_layouts_give_the_same_run(
     actual, expected = train(pool, processes, folder, tmp_path, **changes), references(group)
     assert actual["config"]["accumulation"] == accumulation
     for kind in ("momentum", "model"):
-        for name, value in expected[kind].items():
-            assert relative_difference(value, actual[kind][name]) < 1e-9, name
+        assert_same(expected[kind], actual[kind], 1e-10)
     for step, values in expected["metrics"].items():
         for key, value in values.items():
             if not key.startswith("perf/"):
-                same = pytest.approx(value, rel=1e-9) if key[0] in "tv" else value
+                same = pytest.approx(value, rel=1e-10) if key[0] in "tv" else value
                 assert actual["metrics"][step][key] == same, (step, key)
 
 
@@ -201,8 +209,7 @@ def test_torchvisions_detectors_train_alike_on_two_processes(pool, folder, tmp_p
         for key in ("train/loss", "train/grad_norm"):
             same = pytest.approx(one["metrics"][step][key], rel=1e-8)
             assert two["metrics"][step][key] == same
-    for name, value in one["model"].items():
-        assert relative_difference(value, two["model"][name]) < 1e-7, name
+    assert_same(one["model"], two["model"], 1e-8)
 
 
 def batch_of(folder: Path, count: int, epoch: int = 0) -> dict:
@@ -746,14 +753,15 @@ def test_bccd_and_its_two_boxes_without_area(real_data, capsys):
 @slow
 @evaluator
 def test_bccd_with_degenerate_boxes_trains_without_nan(pool, real_data, tmp_path):
-    """In one window the image whose box has no area; then AP on 1, 2 and 3 processes."""
+    """All images, that one too whose box has no area; then AP on 1, 2 and 3 processes."""
     pytest.importorskip("pycocotools")
     changes = dict(
         train_json="instances_train_with_degenerate.json",
         image_size=160,
-        global_batch_size=41,
-        bn_group=41,
-        epochs=2,
+        global_batch_size=102,  # two windows hold all images but one
+        micro_batch_size=17,
+        bn_group=17,
+        epochs=1,
         regions=32,
         lr=0.01,
         verify_data=False,

@@ -68,7 +68,7 @@ def coco_results(found: Mapping[int, Mapping[str, np.ndarray]]) -> list[dict[str
 
 
 def _evaluate(split, found, classes) -> dict[str, float]:
-    from faster_coco_eval import COCO, COCOeval_faster
+    from faster_coco_eval import COCO, COCOeval_faster  # type: ignore  # an optional package
 
     def silent(*args: Any) -> None: ...
 
