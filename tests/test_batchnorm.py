@@ -422,15 +422,14 @@ def test_other_refusals():
 
 def test_other_normalisations_are_left_alone():
     torchvision = pytest.importorskip("torchvision")
-    layers = [
-        nn.InstanceNorm2d(4), nn.GroupNorm(2, 4), nn.LayerNorm(4),
-        torchvision.ops.FrozenBatchNorm2d(4),
-    ]  # fmt: skip
-    kinds = [type(layer) for layer in layers]
-    plan = convert_batchnorm(nn.Sequential(*layers), 2, 4)
-    assert [type(layer) for layer in layers] == kinds
-    assert plan.num_layers == 0 and plan.describe() == "no BatchNorm layers"
-    plan.update_running_statistics()
+    layers = [nn.InstanceNorm2d(4), nn.GroupNorm(2, 4), nn.LayerNorm(4)]
+    for frozen, seen in (([], "no BatchNorm layers"), ([4], "1 layers, all frozen")):
+        layers += [torchvision.ops.FrozenBatchNorm2d(channels) for channels in frozen]
+        kinds = [type(layer) for layer in layers]
+        plan = convert_batchnorm(nn.Sequential(*layers), 2, 4)
+        assert [type(layer) for layer in layers] == kinds
+        assert (plan.num_layers, plan.num_frozen, plan.describe()) == (0, len(frozen), seen)
+        plan.update_running_statistics()
 
 
 @pytest.mark.parametrize(

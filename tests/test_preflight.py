@@ -110,6 +110,12 @@ CLEAN = [
         [after(BUILT, "model.layer1.requires_grad_(False)")],
     ),
     Fault(
+        "torchvision's frozen BatchNorm",
+        "",
+        "",
+        [after(BUILT, "model.bn1 = __import__('torchvision').ops.FrozenBatchNorm2d(64)")],
+    ),
+    Fault(
         "workers and learning rate as it is",
         "",
         "",

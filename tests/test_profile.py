@@ -319,7 +319,7 @@ def test_a_profile_that_cannot_be_written_does_not_end_the_run(pool, tmp_path):
 
 
 @pytest.mark.parametrize("value", ["5", "9:3", "0:4", ":4", "4:", "a:b", "1:2:3", "-1:4"])
-@pytest.mark.parametrize("script", ["cifar", "image_folder", "segmentation"])
+@pytest.mark.parametrize("script", ["cifar", "image_folder", "segmentation", "detection"])
 def test_bad_values_are_refused_first(script, value):
     module = importlib.import_module(f"train.{script}")
     with mock.patch.object(module, "open_accelerator", side_effect=AssertionError):

@@ -248,6 +248,12 @@ def folder_of_masks(root: Path) -> Path:
     return make_folder(root)
 
 
+def folder_of_boxes(root: Path) -> Path:
+    from tests.test_detection import make_folder
+
+    return make_folder(root)
+
+
 SMALL = {
     "cifar": "--dataset digits --subset 200 --max-steps 3 --global-batch-size 32 --bn-group 16",
     "cifar_fast": "--dataset digits --subset 200 --max-steps 3 --global-batch-size 32"
@@ -255,13 +261,21 @@ SMALL = {
     "image_folder": "--image-size 33 --global-batch-size 16 --bn-group 8 --epochs 1"
     " --crop-pct 0.9 --model mobilenet_v3_small",
     "segmentation": "--crop-size 64 --global-batch-size 4 --bn-group 4 --epochs 1",
+    "detection": "--image-size 64 --global-batch-size 4 --bn-group 4 --epochs 1 --regions 8",
 }
-FOLDERS = {"image_folder": folder_of_photographs, "segmentation": folder_of_masks}
+FOLDERS = {
+    "image_folder": folder_of_photographs,
+    "segmentation": folder_of_masks,
+    "detection": folder_of_boxes,
+}
+METRICS = {"segmentation": "val/miou", "detection": "val/ap"}
 
 
 @pytest.fixture(scope="module", params=SMALL)
 def small_run(request, tmp_path_factory):
     script, root = request.param, tmp_path_factory.mktemp(request.param)
+    if script == "detection":
+        pytest.importorskip("faster_coco_eval")
     flags = SMALL[script].split() + ["--tracker", "none", "--output-dir", str(root / "run")]
     folder = None
     if script in FOLDERS:
@@ -279,8 +293,13 @@ def test_every_script_and_format(small_run, format):
         pytest.importorskip("onnxruntime")
     script, run, _ = small_run
     before = contents(run)
+    if script == "detection" and format != "safetensors":
+        output = command(script, "--export", format, "--resume", str(run), code=2)
+        assert f"error: --export {format}: torch.export cannot follow a detector" in output
+        assert contents(run) == before
+        return
     output = command(script, "--export", format, "--resume", str(run))
-    metric = "val/miou" if script == "segmentation" else "val/accuracy"
+    metric = METRICS.get(script, "val/accuracy")
     assert metric in output and "outputs differ by" in output
     assert contents(run) == before
     names = {"safetensors": "model.safetensors", "torch-export": "model.pt2", "onnx": "model.onnx"}
@@ -307,6 +326,15 @@ def test_every_script_predicts_without_its_data(small_run, tmp_path):
             kinds = ("mask.png", "overlay.png")
             assert found == sorted(f"{n}_{k}" for n in ("a", "a.png", "b") for k in kinds)
             assert Image.open(run / "predictions" / "b_overlay.png").size == (70, 50)
+        elif script == "detection":
+            kinds = ("boxes.json", "overlay.png")
+            assert found == sorted(f"{n}_{k}" for n in ("a", "a.png", "b") for k in kinds)
+            assert Image.open(run / "predictions" / "b_overlay.png").size == (70, 50)
+            said = json.loads((run / "predictions" / "b_boxes.json").read_text())
+            assert (said["file"], said["width"], said["height"]) == ("b.webp", 70, 50)
+            for box in said["boxes"]:
+                x1, y1, x2, y2 = box["box"]
+                assert 0 <= x1 < x2 <= 70 and 0 <= y1 < y2 <= 50 and 0 < box["score"] <= 1
         else:
             assert found == ["predictions.csv"]
     finally:

@@ -32,10 +32,10 @@ from utils.errors import FINISHED, PREEMPTED, UsageError, exit_with
 from utils.export import describe_input, export_checkpoint, export_model
 from utils.flags import BatchNormGroup, RunFlags, check_flags
 from utils.guard import Guard, stopped_before_restart
-from utils.image_loading import BadImages, ImageLoader
+from utils.image_loading import BadImages, ImageLoader, verify_samples
 from utils.machines import find_on_each_machine
 from utils.mask_sets import find_masked_images
-from utils.masks import IGNORED, MASK_REMEDY, verify_masks
+from utils.masks import IGNORED, MASK_REMEDY
 from utils.metrics import ConfusionMatrix, Speed, Sums, intersection_over_union, peak_memory_bytes
 from utils.models import check_forward, load_initial_weights, torchvision_model
 from utils.order import MicroBatchSampler, SampleOrder, ShardSampler, steps_per_epoch
@@ -200,7 +200,7 @@ def main(cfg: Config) -> int:
     train_set, test_set = data.train.augmented(partial(scale_crop_flip, cfg), cfg.seed), data.test
     num_workers = default_workers() if cfg.num_workers == -1 else cfg.num_workers
     if cfg.verify_data:
-        verify_masks(train_set, test_set)
+        verify_samples("images and masks", train_set, test_set)
     epoch_steps = steps_per_epoch(len(train_set), cfg.global_batch_size)
     total_steps = min(cfg.epochs * epoch_steps, cfg.max_steps or sys.maxsize)
     order = SampleOrder(len(train_set), cfg.seed)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
+from torchvision.ops import FrozenBatchNorm2d
 
 from utils.batchnorm_functions import subgroup
 from utils.batchnorm_layers import (
@@ -35,6 +36,8 @@ from utils.batchnorm_layers import (
 )
 from utils.distributed import all_reduce_sum, broadcast_object, world_size
 from utils.errors import UsageError
+
+NO_LAYERS = "no BatchNorm layers"
 
 
 def resolve_group(group: int | str, micro_batch_size: int, num_processes: int) -> tuple[int, str]:
@@ -78,7 +81,8 @@ def convert_batchnorm(model: nn.Module, group: int, micro_batch_size: int) -> "B
     Every rank calls it, before the optimizer is built and before `accelerator.prepare`, with the
     very module that goes to `prepare`: BatchNorm's buffers become rank 0's here, and DDP, which
     knows them by name, leaves them alone. Calling it again plans anew. Layers in evaluation mode
-    stay frozen if the model is in training mode or they have nothing to train.
+    stay frozen if the model is in training mode or they have nothing to train; torchvision's
+    FrozenBatchNorm2d is left as it is, and counted with them.
     UsageError: a layout that cannot honour `group`, an unknown BatchNorm class, a model that is
     already wrapped or compiled.
     """
@@ -99,6 +103,7 @@ def convert_batchnorm(model: nn.Module, group: int, micro_batch_size: int) -> "B
                 ", a class that convert_batchnorm does not know; use torch.nn.BatchNorm1d, 2d or 3d"
                 " there (after one forward, if it is a lazy one)"
             )
+    fixed_layers = sum(isinstance(layer, FrozenBatchNorm2d) for layer in model.modules())
     ranks = max(1, group // micro_batch_size)
     active = []
     for name, layer in named:
@@ -123,7 +128,7 @@ def convert_batchnorm(model: nn.Module, group: int, micro_batch_size: int) -> "B
         micro_batch_size=micro_batch_size,
         num_processes=processes,
         num_layers=len(active),
-        num_frozen=len(named) - len(active),
+        num_frozen=len(named) - len(active) + fixed_layers,
         implementation="synchronised" if ranks > 1 else implementation,
         ranks_sharing=ranks,
         layers=active,
@@ -225,7 +230,9 @@ class BatchNormPlan:
         elif self.implementation == "ghost split":
             parts += [f"of {self.micro_batch_size} into {self.micro_batch_size // self.group}"]
         parts += [f"+ {self.num_frozen} frozen"] if self.num_frozen else []
-        return " ".join(parts) if self.num_layers + self.num_frozen else "no BatchNorm layers"
+        if not self.num_layers:
+            return f"{self.num_frozen} layers, all frozen" if self.num_frozen else NO_LAYERS
+        return " ".join(parts)
 
     def as_dict(self) -> dict[str, Any]:
         """The plan for config.json; "ranks" are those that share statistics."""

@@ -6,11 +6,13 @@ notes it for the list in the run directory.
 """
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
+from tqdm import tqdm
 
 from utils.console import Progress, say
 from utils.distributed import gather_objects, on_main_process, rank, world_size
@@ -20,6 +22,7 @@ from utils.guard import ignore_signals
 from utils.image_sets import UNLABELLED, Images, Split
 from utils.images import BadImage, decode_rgb
 from utils.order import SampleIndex, ShardSampler, random_integers, seeded_for_sample
+from utils.start import default_workers
 
 REMEDY = "remove it, or leave it out with --bad-images skip (--verify-data finds all at once)"
 MOST_REPLACEMENTS = 20  # tried for one image: so many bad ones in a row are no accident
@@ -225,3 +228,29 @@ def verify_images(splits: list[Split], num_workers: int, bad_images: BadImages) 
             "remove them, or leave them out with --bad-images skip"
         )
     say(f"verified  {progress.total} images, {len(found)} unreadable")
+
+
+def verify_samples(what: str, *splits: Any) -> None:
+    """Read every sample once by its split's `read(index)`, each process its share.
+
+    All processes call it. UsageError, on all of them, that names the first that cannot be used.
+    """
+    samples = [(split, index) for split in splits for index in range(len(split))]
+    own = range(rank(), len(samples), world_size())
+
+    def fault(number: int) -> tuple[int, str] | None:
+        split, index = samples[number]
+        try:
+            split.read(index)
+        except (BadImage, OSError) as error:
+            return number, str(error)
+        return None
+
+    with ThreadPoolExecutor(max(1, default_workers())) as threads:  # decoding releases the lock
+        results = threads.map(fault, own)
+        bar = tqdm(results, f"reading {what}", len(own), disable=rank() > 0 or None)
+        faults = [result for result in bar if result]
+    everyone = sorted(fault for found in gather_objects(faults) for fault in found)
+    if everyone:
+        others = f" ({len(everyone) - 1} more)" if len(everyone) > 1 else ""
+        raise UsageError(f"{everyone[0][1]}{others}")

@@ -7,7 +7,6 @@ its palette's colours. In shape comments: H height, W width.
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,9 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 from torchvision import tv_tensors
-from tqdm import tqdm
 
-from utils.distributed import gather_objects, rank, world_size
-from utils.errors import UsageError
 from utils.images import BadImage, decode_rgb, open_checked
 from utils.order import seeded_for_sample
-from utils.start import default_workers
 
 IGNORED = 255  # in a decoded mask: no label
 BLANK = ((3, 8, 8), (8, 8))  # shapes in the place of what cannot be read
@@ -154,29 +149,3 @@ def decode_mask(source: Path | bytes, name: str, classes: MaskClasses) -> torch.
             "correct the mask, or what says the classes and ignore_index"
         )
     return torch.from_numpy(values.astype(np.uint8))
-
-
-def verify_masks(*splits: MaskedSplit) -> None:
-    """Read every image and mask once, each process its share; all processes call it.
-
-    UsageError, on all of them, that names the first of those that cannot be used.
-    """
-    samples = [(split, index) for split in splits for index in range(len(split))]
-    own = range(rank(), len(samples), world_size())
-
-    def fault(number: int) -> tuple[int, str] | None:
-        split, index = samples[number]
-        try:
-            split.read(index)
-        except (BadImage, OSError) as error:
-            return number, str(error)
-        return None
-
-    with ThreadPoolExecutor(max(1, default_workers())) as threads:  # decoding releases the lock
-        results = threads.map(fault, own)
-        bar = tqdm(results, "reading images and masks", len(own), disable=rank() > 0 or None)
-        faults = [result for result in bar if result]
-    everyone = sorted(fault for found in gather_objects(faults) for fault in found)
-    if everyone:
-        others = f" ({len(everyone) - 1} more)" if len(everyone) > 1 else ""
-        raise UsageError(f"{everyone[0][1]}{others}")

@@ -2,6 +2,7 @@
 
 import difflib
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from utils.distributed import on_main_process
 from utils.errors import UsageError, first_line
 from utils.files import read_tensors
 
+STEP_COUNT = ".num_batches_tracked"
 PREFIXES = ("_orig_mod.", "module.")  # left in keys by torch.compile and DistributedDataParallel
 REPLACEABLE = 4  # tensors that may have another shape: weight and bias of the stem and of the head
+DETECTOR_HEAD = "head.classification_head."  # SSD has one for each of its levels
 
 
 def plain_name(name: str) -> str:
@@ -70,15 +73,18 @@ def load_weights(
     """
     own = model.state_dict()
     state = _for_backbone(own, state)
-    missing = [name for name in own if name not in state]
-    unexpected = [name for name in state if name not in own]
+    # A count of steps, which FrozenBatchNorm2d does not have: the weights fit without.
+    missing = [n for n in own if n not in state and not n.endswith(STEP_COUNT)]
+    unexpected = [n for n in state if n not in own and not n.endswith(STEP_COUNT)]
     if missing or unexpected:
         raise UsageError(
             f"--weights {source} is of another architecture: "
             f"missing {missing[:3] or 'nothing'}, unexpected {unexpected[:3] or 'nothing'}"
         )
+    state = {**own, **{name: value for name, value in state.items() if name in own}}
     other_shape = tuple(name for name in own if own[name].shape != state[name].shape)
-    if len(other_shape) > REPLACEABLE or len(other_shape) == len(own):
+    not_of_head = [name for name in other_shape if not name.startswith(DETECTOR_HEAD)]
+    if len(not_of_head) > REPLACEABLE or len(other_shape) == len(own):
         raise UsageError(
             f"--weights {source} is of another architecture: {len(other_shape)} of {len(own)} "
             f"tensors have another shape, such as {other_shape[0]}"
@@ -94,15 +100,17 @@ def _for_backbone(
     """A classifier's weights as those of a model on it, whose head stays fresh; else `state`.
 
     torchvision's segmentation models name what was features.0 or layer1 backbone.0 or
-    backbone.layer1; a second head (aux_classifier) that this model lacks is left out.
+    backbone.layer1, detectors with a feature pyramid backbone.body.0 or backbone.body.layer1; a
+    second head (aux_classifier) that this model lacks is left out.
     """
     if not any(name.startswith("backbone.") for name in own):
         return state
     if any(name.startswith("backbone.") for name in state):
         return {n: v for n, v in state.items() if n in own or not n.startswith("aux_classifier.")}
-    renamed = {f"backbone.{name.removeprefix('features.')}": v for name, v in state.items()}
+    trunk = "backbone.body." if any(n.startswith("backbone.body.") for n in own) else "backbone."
+    renamed = {f"{trunk}{name.removeprefix('features.')}": v for name, v in state.items()}
     found = {name: value for name, value in renamed.items() if name in own}
-    heads = {name: value for name, value in own.items() if not name.startswith("backbone.")}
+    heads = {name: value for name, value in own.items() if not name.startswith(trunk)}
     return {**found, **heads} if found else state
 
 
@@ -136,15 +144,15 @@ def read_initial_weights(weights: str, model_name: str) -> dict[str, torch.Tenso
     """The state dict that `--weights` names: a file, or torchvision's own.
 
     Args:
-        weights: "default" (of the whole model), "backbone" (of the classifier that a segmentation
-            model is built on: resnet50 of fcn_resnet50), or a file.
+        weights: "default" (of the whole model), "backbone" (of the classifier that the model is
+            built on: resnet50 of fcn_resnet50 and of fasterrcnn_resnet50_fpn_v2), or a file.
 
     For the main process (it may download); UsageError when they cannot be had.
     """
     if weights not in ("default", "backbone"):
         return read_weights(weights)
     if weights == "backbone":
-        model_name = model_name.partition("_")[2]
+        model_name = re.sub(r"(_320)?_fpn(_v2)?$", "", model_name.partition("_")[2])
     try:
         found = torchvision.models.get_model_weights(model_name)["DEFAULT"]
     except (ValueError, KeyError) as error:

@@ -21,7 +21,7 @@ from utils.metrics import ConfusionMatrix, intersection_over_union
 MOST_ERRORS = 16
 MOST_MATRIX_CLASSES = 100  # for more, a confusion matrix is neither readable nor small
 MOST_NAMED_CLASSES = 30  # beside a matrix, or in a legend
-MASKED_SAMPLES = 8
+TILED_SAMPLES = 8
 PROBABILITY_STEPS = 10_000  # so that rounding, another one in each layout, decides no order
 ID_BITS = 48
 DPI = 100
@@ -125,7 +125,7 @@ def draw_errors(errors: Errors, classes: Sequence[str], samples: Any) -> Picture
     if errors.matrix is not None:
         _draw_matrix(figure, errors.matrix, classes)
     rows = [[i, classes[true], classes[said], share] for i, true, said, share in errors.samples]
-    return Picture(_png(figure), ["id", "true", "predicted", "probability"], rows)
+    return Picture(png(figure), ["id", "true", "predicted", "probability"], rows)
 
 
 @torch.no_grad()
@@ -143,7 +143,7 @@ def draw_masks(
         samples: by index, dicts of "image", uint8 (3, H, W), "label", (H, W), and "id".
     """
     tiles, notes, rows = [], [], []
-    count = min(MASKED_SAMPLES, len(samples))
+    count = min(TILED_SAMPLES, len(samples))
     was_training = model.training
     for index in (i * len(samples) // count for i in range(count)):
         sample = samples[index]
@@ -163,12 +163,20 @@ def draw_masks(
         notes += [f"id {index}: truth", f"prediction, {right:.0%} of the pixels right"]
         rows.append([index, right, sum(iou.values()) / max(1, len(iou))])
     return Picture(
-        _png(_draw_tiles(tiles, notes, classes)), ["id", "pixel accuracy", "mean IoU"], rows
+        png(draw_tiles(tiles, notes, classes, "no label")),
+        ["id", "pixel accuracy", "mean IoU"],
+        rows,
     )
 
 
-def _draw_tiles(tiles: list[np.ndarray], notes: list[str], classes: Sequence[str]):
-    """A figure of equal tiles with a note above each, and the legend of the classes."""
+def draw_tiles(
+    tiles: list[np.ndarray], notes: list[str], classes: Sequence[str], grey: str | None = None
+):
+    """A figure of equal tiles with a note above each, and the legend of the classes.
+
+    Args:
+        grey: what is shown in grey, for the legend.
+    """
     from matplotlib.patches import Patch
 
     columns, gap = 4, 20  # pixels
@@ -187,11 +195,12 @@ def _draw_tiles(tiles: list[np.ndarray], notes: list[str], classes: Sequence[str
     axes.imshow(canvas)
     axes.set_axis_off()
     names = list(classes)[:MOST_NAMED_CLASSES]
-    colors = _palette(len(classes))
+    colors = palette(len(classes))
     patches = [
         Patch(color=tuple(c / 255), label=_short(n)) for n, c in zip(names, colors, strict=False)
     ]
-    patches.append(Patch(color=tuple(np.array(IGNORED_COLOR) / 255), label="no label"))
+    if grey is not None:
+        patches.append(Patch(color=tuple(np.array(IGNORED_COLOR) / 255), label=grey))
     figure.legend(handles=patches, loc="lower center", ncols=8, fontsize=7, frameon=False)
     return figure
 
@@ -224,13 +233,13 @@ def _overlay(image: torch.Tensor, mask: torch.Tensor, side: int = 240) -> np.nda
     factor = side / max(image.shape[1:])
     size = max(1, round(image.shape[2] * factor)), max(1, round(image.shape[1] * factor))
     colors = np.full((256, 3), IGNORED_COLOR, np.uint8)
-    colors[:IGNORED] = _palette(IGNORED)
+    colors[:IGNORED] = palette(IGNORED)
     painted = PIL.Image.fromarray(colors[mask.numpy().astype(np.uint8)])
     photo = PIL.Image.fromarray(image.permute(1, 2, 0).numpy()).resize(size)
     return np.asarray(PIL.Image.blend(photo, painted.resize(size, 0), 0.6))
 
 
-def _palette(count: int) -> np.ndarray:
+def palette(count: int) -> np.ndarray:
     """Colours, uint8 (count, 3): Okabe and Ito's eight, then the same lighter, then darker."""
     base = np.array([[int(c[i : i + 2], 16) for i in (1, 3, 5)] for c in OKABE_ITO])
     table = np.concatenate([base, base + (255 - base) * 0.6, base * 0.55])
@@ -247,7 +256,7 @@ def _figure(width: int, height: int):
     return figure
 
 
-def _png(figure) -> bytes:
+def png(figure) -> bytes:
     file = io.BytesIO()
     figure.savefig(file, dpi=DPI, format="png")
     return file.getvalue()

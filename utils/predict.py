@@ -6,6 +6,7 @@ The checkpoint's manifest tells all that is needed; no data set is read.
 import colorsys
 import csv
 import io
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path, PurePosixPath
@@ -17,16 +18,19 @@ from PIL import Image
 from torch import nn
 
 from utils.augment import normalise
+from utils.box_pictures import SHOWN_SCORE, draw_overlay
+from utils.boxes import fit_image, fitted_back
 from utils.checkpoint import find_checkpoint, load_checkpoint
 from utils.console import say, warn
 from utils.errors import FINISHED, ExplainedError, UsageError
-from utils.files import write_text
+from utils.files import write_json, write_text
 from utils.image_sets import SUFFIXES, natural_key
 from utils.images import BadImage, decode_rgb
 
 TOP = 5  # classes of an image that are told
 CHUNK = 32  # images of one size that the model is given at once
 COLOUR_SHARE = 0.5  # of a mask in its overlay
+FOUND = ("boxes", "labels", "scores")
 
 
 @torch.no_grad()
@@ -105,9 +109,7 @@ def segment(
             Image.fromarray(colours[indices]),
             COLOUR_SHARE,
         )
-        stem = str(PurePosixPath(name).with_suffix(""))
-        stem = name if stem in stems else stem  # of a.jpg and a.png
-        stems.add(stem)
+        stem = _new_stem(name, stems)
         (folder / stem).parent.mkdir(parents=True, exist_ok=True)
         mask.save(folder / f"{stem}_mask.png")
         overlay.save(folder / f"{stem}_overlay.png")
@@ -116,6 +118,57 @@ def segment(
         say(f"{name}  " + ", ".join(f"{about['classes'][c]} {p:.1%}" for p, c in parts[:TOP]))
     say(f"predicted {len(stems)} images: *_mask.png (class indices), *_overlay.png in {folder}")
     return FINISHED
+
+
+@torch.no_grad()
+def detect(
+    path: str,
+    checkpoint: str,
+    directory: Path,
+    build: Callable[..., nn.Module],
+    device: torch.device,
+) -> int:
+    """The boxes in each image in RUN/predictions/: NAME_boxes.json and NAME_overlay.png.
+
+    The file lists all that the model has found, the surest first: "box" (x1, y1, x2, y2 in pixels
+    of the upright image), "class", "category_id" of the data set, "score". The overlay shows those
+    with a score of SHOWN_SCORE and more. Args, return and errors: as `classify`.
+    """
+    model, about = _restore(checkpoint, build, device)
+    classes, side = about["classes"], about["image_size"]
+    colours = np.array(_distinct_colours(len(classes)), np.uint8)
+    folder, stems = directory / "predictions", set()
+    for name, image in _readable(path):
+        size = torch.tensor([image.shape[1:]])
+        inputs = fit_image(side, image)[None].to(device, torch.get_default_dtype()) / 255
+        found = fitted_back(model(inputs), size, side)[0]
+        boxes = [
+            {
+                "box": [round(x, 2) for x in box],
+                "class": classes[label],
+                "category_id": about["category_ids"][label],
+                "score": round(score, 4),
+            }
+            for box, label, score in zip(*(found[k].tolist() for k in FOUND), strict=True)
+        ]
+        stem = _new_stem(name, stems)
+        (folder / stem).parent.mkdir(parents=True, exist_ok=True)
+        content = {"file": name, "width": image.shape[2], "height": image.shape[1], "boxes": boxes}
+        write_json(folder / f"{stem}_boxes.json", content)
+        overlay = draw_overlay(image, found, colours, classes)
+        Image.fromarray(overlay.permute(1, 2, 0).numpy()).save(folder / f"{stem}_overlay.png")
+        counts = Counter(box["class"] for box in boxes if box["score"] >= SHOWN_SCORE)
+        say(f"{name}  " + (", ".join(f"{n} {c}" for c, n in counts.most_common()) or "nothing"))
+    say(f"predicted {len(stems)} images: *_boxes.json, *_overlay.png in {folder}")
+    return FINISHED
+
+
+def _new_stem(name: str, stems: set[str]) -> str:
+    """The name without suffix, or with it where another has that one: a.jpg and a.png."""
+    stem = str(PurePosixPath(name).with_suffix(""))
+    stem = name if stem in stems else stem
+    stems.add(stem)
+    return stem
 
 
 def _restore(

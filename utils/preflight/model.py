@@ -5,6 +5,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
+from torchvision.ops import FrozenBatchNorm2d
 
 from utils.batchnorm_layers import GroupBatchNorm
 from utils.preflight.job import FAIL, NOT_CHECKED, PASS, WARN, Finding, Job, Steps
@@ -116,6 +117,8 @@ def batchnorm(job: Job) -> Steps:
         elif isinstance(layer, _BatchNorm):
             is_fixed = not layer.training and job.plain_model.training
             plain += [] if is_fixed else [name]
+        elif isinstance(layer, FrozenBatchNorm2d):
+            continue  # it never moves its statistics
         elif layer._buffers.get("running_mean") is not None:
             others.append((name, type(layer).__name__))
     everyone = yield {
