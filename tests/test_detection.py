@@ -224,7 +224,7 @@ def test_the_loss_is_a_sum_over_images(folder):
     torch.manual_seed(0)
     with mock.patch.object(detectors, "torchvision_model", tiny_detector):
         # More regions than there are: how many are found is another number in each image.
-        model = detection.build_model("fasterrcnn_x", 2, SIDE, False, 400).double()
+        model = detection.build_model("fasterrcnn_x", 2, SIDE, False, 2000).double()
     model.eval()
     batch = {k: v.double() if v.is_floating_point() else v for k, v in batch_of(folder, 4).items()}
     assert int(detection.count_valid(batch)) == 4
