@@ -223,7 +223,8 @@ def test_the_loss_is_a_sum_over_images(folder):
     """In training (but for BatchNorm) and in evaluation; the random regions are the sample's."""
     torch.manual_seed(0)
     with mock.patch.object(detectors, "torchvision_model", tiny_detector):
-        model = detection.build_model("fasterrcnn_x", 2, SIDE, False, 16).double()
+        # More regions than there are: how many are found is another number in each image.
+        model = detection.build_model("fasterrcnn_x", 2, SIDE, False, 2000).double()
     model.eval()
     batch = {k: v.double() if v.is_floating_point() else v for k, v in batch_of(folder, 4).items()}
     assert int(detection.count_valid(batch)) == 4
