@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -182,8 +183,8 @@ def _split(
         folder=_image_folder(folder, path, part, files),
         files=files,
         sizes=torch.tensor(sizes),
-        boxes=torch.tensor(sum(boxes, []), dtype=torch.float32).reshape(-1, 4),
-        labels=torch.tensor(sum(labels, []), dtype=torch.int64),
+        boxes=torch.tensor(list(chain.from_iterable(boxes)), dtype=torch.float32).reshape(-1, 4),
+        labels=torch.tensor(list(chain.from_iterable(labels)), dtype=torch.int64),
         starts=counts.cumsum(0),
         truth=truth,
     )

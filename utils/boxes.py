@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ class BoxSplit(Dataset):
     transform: Transform | None = None
     seed: int = 0
 
-    @property
+    @cached_property
     def capacity(self) -> int:
         return max(1, int(self.starts.diff().max()))
 
