@@ -10,6 +10,8 @@ import pytest
 import tyro
 
 from tests.conftest import REPOSITORY
+from utils.backends import SUMMARIES
+from utils.plots import PANELS
 
 SCRIPTS = sorted((REPOSITORY / "train").glob("*.py"))
 UTILS = sorted((REPOSITORY / "utils").rglob("*.py"))
@@ -125,6 +127,16 @@ def test_documented_metrics_are_the_logged_ones():
     for script in SCRIPTS:
         for key in re.findall(r'"((?:train|val|perf|data)/\w+)"', script.read_text()):
             assert f"`{key}`" in documented, key
+
+
+def test_what_the_table_tells_is_drawn_too():
+    told = {
+        key for path in SCRIPTS for key in re.findall(r'metrics\["(val/\w+)"\]', path.read_text())
+    }
+    told -= {"val/classes_present"}  # what another figure is of
+    assert len(told) > 4
+    assert told <= {key for keys, _, _ in PANELS for key in keys}
+    assert told <= SUMMARIES.keys()
 
 
 def test_no_leftovers():

@@ -31,6 +31,8 @@ SUMMARIES = {
     "val/loss": "min,last",
     "val/accuracy": "max,last",
     "val/accuracy_flip": "max,last",
+    "val/ap": "max,last",
+    "val/ap50": "max,last",
     "val/miou": "max,last",
     "val/pixel_accuracy": "max,last",
     "val/bits_per_byte": "min,last",

@@ -19,14 +19,11 @@ if __name__ == "__main__":  # Python has put utils/ itself here, where names are
 
 from utils.files import read_json, read_json_lines
 
+SCORES = "accuracy accuracy_flip miou pixel_accuracy ap ap50 bits_per_byte".split()
 # (file's keys, title, unit on the axis); the first colours of Okabe and Ito's colour-blind set.
 PANELS = (
     (("train/loss", "val/loss"), "loss", "nats per example"),
-    (
-        ("val/accuracy", "val/miou", "val/pixel_accuracy", "val/bits_per_byte"),
-        "validation metric",
-        "share, or bits per byte",
-    ),
+    (tuple(f"val/{s}" for s in SCORES), "validation metric", "share, or bits per byte"),
     (("train/grad_norm",), "gradient norm", "before clipping"),
     (("train/lr",), "learning rate", "step size"),
     (("perf/examples_per_second",), "throughput", "examples per second"),
@@ -82,13 +79,13 @@ class Curves:
         FigureCanvasAgg(figure)
         grid = figure.subplots(2, 3, gridspec_kw=MARGINS)
         for axes, (keys, title, unit) in zip(grid.flat, PANELS, strict=True):
-            for key, color in zip(keys, COLORS, strict=False):
+            present = (key for key in keys if self._series[key][0])
+            for key, color in zip(present, COLORS, strict=False):
                 steps, values = self._series[key]
-                if steps:
-                    every = -(-len(steps) // MOST_POINTS)  # counted from the newest
-                    marker = "o" if len(steps) < 60 else None
-                    line = steps[::-every], values[::-every]
-                    axes.plot(*line, color=color, label=key, marker=marker, markersize=3)
+                every = -(-len(steps) // MOST_POINTS)  # counted from the newest
+                marker = "o" if len(steps) < 60 else None
+                line = steps[::-every], values[::-every]
+                axes.plot(*line, color=color, label=key, marker=marker, markersize=3)
             label = axes.lines[0].get_label() if len(axes.lines) == 1 else ""
             axes.set_title(f"{title}: {label}" if label else title, fontsize=10, y=1.0)
             axes.set(xlabel="update", ylabel=unit)
@@ -140,7 +137,8 @@ def plot_comparison(runs: Sequence[Path], output: Path) -> None:
     figure = Figure(figsize=(11, 7 + 0.25 * len(groups)), layout="constrained")
     FigureCanvasAgg(figure)
     for axes, (keys, title, unit) in zip(figure.subplots(2, 3).flat, PANELS, strict=True):
-        for key, style in zip(keys, STYLES, strict=False):
+        found = [key for key in keys if any(key in run for of in groups.values() for run in of)]
+        for key, style in zip(found, STYLES, strict=False):
             for number, members in enumerate(groups.values()):
                 lines = [dict(zip(*run[key], strict=True)) for run in members if key in run]
                 steps = sorted(set.intersection(*map(set, lines))) if lines else []
@@ -153,8 +151,7 @@ def plot_comparison(runs: Sequence[Path], output: Path) -> None:
                 axes.fill_between(steps, low, high, color=color, alpha=0.2, linewidth=0)
         axes.set(title=title, xlabel="update", ylabel=unit)
         axes.grid(alpha=0.3)
-        found = [key for key in keys if any(key in run for of in groups.values() for run in of)]
-        styles = [Line2D([], [], color="grey", linestyle=STYLES[keys.index(k)]) for k in found]
+        styles = [Line2D([], [], color="grey", linestyle=style) for style in STYLES[: len(found)]]
         if styles:
             axes.legend(styles, found)
     names = [f"{name} ({len(of)} runs)" if len(of) > 1 else name for name, of in groups.items()]
