@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from PIL import Image
+from torchvision import tv_tensors
 from torchvision.models import get_model
 from torchvision.models.detection import FasterRCNN
 from torchvision.models.detection.anchor_utils import AnchorGenerator
@@ -363,7 +364,7 @@ def test_weights_of_a_classifier_and_of_other_classes():
         (dict(model="maskrcnn_resnet50_fpn"), "needs masks or keypoints"),
         (dict(model="fasterrcnn_resnet50_fpn_v2"), "has BatchNorm over regions"),
         (dict(model="resnet18"), "is not in torchvision's detection models"),
-        (dict(model="ssdlite320_mobilenet_v3_large"), "--image-size 64: .* takes 320 only"),
+        (dict(model="ssdlite320_mobilenet_v3_large"), "--image-size 64: .* takes --image-size 320"),
         (dict(image_size=70), "--image-size 70 is not a multiple of 32; use 64"),
     ],
 )
@@ -657,18 +658,27 @@ def replaced(content: dict, key: str, **changes) -> dict:
     [
         (lambda c: [], "no list 'images': not COCO's"),
         (lambda c: {**c, "annotations": None}, "no list 'annotations'"),
-        (lambda c: {**c, "images": []}, "the images need ids of their own"),
-        (lambda c: replaced(c, "images", id="a"), "id='a' must be a int"),
-        (lambda c: replaced(c, "images", id=51), "the images need ids of their own"),
-        (lambda c: replaced(c, "images", width=None), "width=None must be a int"),
+        (lambda c: {**c, "images": []}, "no images"),
+        (lambda c: replaced(c, "images", id="a"), "id='a' must be an int"),
+        (lambda c: replaced(c, "images", id=51), "image id 51 stands there twice"),
+        (lambda c: replaced(c, "images", file_name="val1.png"), "'val1.png' stands there twice"),
+        (lambda c: replaced(c, "images", width=None), "width=None must be an int"),
+        (lambda c: replaced(c, "images", width=0), r"val0.png: height and width \[60, 0\]"),
         (lambda c: replaced(c, "images", file_name="no.png"), "no.png is in none of"),
-        (lambda c: replaced(c, "categories", name="bar"), "categories need ids and names"),
-        (lambda c: replaced(c, "categories", name="ball"), "has other categories than"),
+        (lambda c: replaced(c, "categories", name="bar"), "category name 'bar' stands there twice"),
+        (lambda c: replaced(c, "categories", name=""), "need a name each"),
+        (
+            lambda c: replaced(c, "categories", name="ball"),
+            r"other categories than .*\(3, 'ball'\)",
+        ),
         (lambda c: replaced(c, "annotations", image_id=9), "annotation 1: image_id=9 is not in"),
         (lambda c: replaced(c, "annotations", category_id=1), "annotation 1: category_id=1 is not"),
         (lambda c: replaced(c, "annotations", bbox=[1, 2, 3]), r"bbox=\[1, 2, 3\] must be four"),
-        (lambda c: replaced(c, "annotations", bbox=[1, 2, 3, float("nan")]), "four finite"),
-        (lambda c: {**c, "annotations": []}, "none of 7 images has a box"),
+        (lambda c: replaced(c, "annotations", bbox=[1, 2, 3, float("nan")]), "must be four"),
+        (lambda c: replaced(c, "annotations", bbox=[1, 2, 3, 10**400]), "must be four"),
+        (lambda c: replaced(c, "annotations", image_id=[1]), r"image_id=\[1\] must be an int"),
+        (lambda c: replaced(c, "annotations", iscrowd="0"), "iscrowd='0' must be 0 or 1"),
+        (lambda c: {**c, "annotations": []}, "none of 7 images has a box to learn"),
     ],
 )
 def test_annotations_that_cannot_be_used(tmp_path, change, words):
@@ -676,6 +686,49 @@ def test_annotations_that_cannot_be_used(tmp_path, change, words):
     write(tmp_path, "val", change(read(tmp_path, "val")))
     with pytest.raises(UsageError, match=rf"instances_val.json.*{words}"):
         find_boxes(str(tmp_path), "", "", 0)
+
+
+@pytest.mark.parametrize("area", [-1, 0, None, "x", 10**400, 1e12])
+def test_an_area_that_is_none_of_the_box_is_the_boxs_own(tmp_path, area):
+    make_folder(tmp_path)
+    content = read(tmp_path, "val")
+    content["annotations"][0]["area"] = area
+    width, height = content["annotations"][0]["bbox"][2:]
+    write(tmp_path, "val", content)
+    data = find_boxes(str(tmp_path), "", "", 0)
+    assert data.test.truth[0][0]["area"] == width * height
+
+
+def test_images_beside_their_annotations_and_a_byte_order_mark(tmp_path):
+    make_folder(tmp_path)
+    names = []
+    for part, place in (("train", "train"), ("val", "valid")):
+        (tmp_path / place).mkdir()
+        for path in (tmp_path / "images").glob(f"{part}*.png"):
+            path.rename(tmp_path / place / path.name)
+        text = (tmp_path / "annotations" / f"instances_{part}.json").read_text()
+        names.append(f"{place}/_annotations.coco.json")
+        (tmp_path / names[-1]).write_text(text, encoding="utf-8-sig")
+    data = find_boxes(str(tmp_path), *names, 0)
+    assert data.test.folder == tmp_path / "valid" and data.test.read(0).shape == (3, 60, 80)
+
+
+def test_thin_images_are_scaled_too():
+    image = tv_tensors.Image(torch.zeros(3, 3, 900, dtype=torch.uint8))
+    boxes = tv_tensors.BoundingBoxes(
+        torch.tensor([[0.0, 0, 900, 3]]),
+        format="XYXY",  # type: ignore
+        canvas_size=(3, 900),
+    )
+    cfg = detection.Config(dataset="", image_size=SIDE, max_scale=8.0)
+    for _ in range(5):
+        scaled, _, _ = detection.scale_crop_flip(cfg, image, boxes, torch.tensor([0]))
+        assert scaled.shape == (3, SIDE, SIDE)
+
+
+def test_too_few_regions_are_refused():
+    with pytest.raises(UsageError, match="--regions 3: .* use 4 or more"):
+        detectors.build_detector("fasterrcnn_mobilenet_v3_large_320_fpn", 2, 64, False, 3)
 
 
 def test_files_that_are_missing(tmp_path):

@@ -205,6 +205,16 @@ def test_a_classifiers_weights_start_the_backbone():
             load_weights(model, state, "x")
 
 
+def test_weights_of_a_larger_classifier_are_refused():
+    model = torchvision_model("fcn_resnet50", 5, "segmentation", weights_backbone=None)
+    state = torchvision_model("resnet50", 1000).state_dict()
+    state["layer3.6.conv1.weight"] = torch.zeros(256, 1024, 1, 1)  # as resnet101 has
+    with pytest.raises(UsageError, match="--weights x is of another architecture"):
+        load_weights(model, state, "x")
+    with pytest.raises(UsageError, match="--weights backbone: not of ssdlite"):
+        read_initial_weights("backbone", "ssdlite320_mobilenet_v3_large")
+
+
 def test_weights_of_a_whole_segmentation_model_leave_the_head_fresh():
     options = dict(kind="segmentation", weights_backbone=None)
     model = torchvision_model("deeplabv3_mobilenet_v3_large", 5, **options)

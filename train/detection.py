@@ -1,9 +1,7 @@
 """Object detection: a torchvision detector on images with boxes in COCO's JSON.
 
     python train/detection.py --dataset bccd             # annotations/ (COCO) and images/ in there
-    accelerate launch train/detection.py --dataset coco --weights default --image-size 640 \
-        --model fasterrcnn_resnet50_fpn --trainable-bn
-    accelerate launch train/detection.py --dataset bccd --model retinanet_resnet50_fpn
+    accelerate launch train/detection.py --dataset coco --weights default --trainable-bn
 
 The loss is the sum over the images of torchvision's losses of each image by itself, with random
 regions of its own (utils/detectors.py): no layout changes it.
@@ -25,6 +23,7 @@ from torchvision.transforms import v2
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root: utils/ needs no install
 
 from utils import checkpoint, preflight
+from utils.augment import ScaleJitter
 from utils.average_precision import average_precision, check_coco_evaluator
 from utils.batchnorm import convert_batchnorm, resolve_group
 from utils.box_pictures import draw_boxes
@@ -91,7 +90,7 @@ def scale_crop_flip(cfg: Config, image, boxes, labels):
     size = (cfg.image_size, cfg.image_size)
     transform = v2.Compose(
         [
-            v2.ScaleJitter(size, scale_range=(1 / cfg.max_scale, cfg.max_scale)),
+            ScaleJitter(size, scale_range=(1 / cfg.max_scale, cfg.max_scale)),
             v2.RandomCrop(size, pad_if_needed=True, fill=MEAN_COLOUR),
             v2.RandomHorizontalFlip(),
             v2.RandomVerticalFlip(0.5 if cfg.vertical_flip else 0.0),
@@ -175,7 +174,8 @@ def main(cfg: Config) -> int:
     cfg = cfg.as_in_run()  # --export and --predict: the run's own flags
     check_flags(
         asdict(cfg),
-        positive="epochs lr image_size max_scale regions",
+        positive="epochs lr image_size regions",
+        from_one="max_scale",
         not_negative="subset max_steps lr_reference_batch momentum weight_decay max_grad_norm",
         below_one="warmup_fraction",
         from_minus_one="num_workers",
@@ -210,7 +210,7 @@ def main(cfg: Config) -> int:
     test_set = data.test.with_transform(partial(fit, cfg.image_size))
     num_workers = default_workers() if cfg.num_workers == -1 else cfg.num_workers
     if cfg.verify_data:
-        verify_samples("images", train_set, test_set)
+        verify_samples("images", BOX_REMEDY, train_set, test_set)
     epoch_steps = steps_per_epoch(len(train_set), cfg.global_batch_size)
     total_steps = min(cfg.epochs * epoch_steps, cfg.max_steps or sys.maxsize)
     order = SampleOrder(len(train_set), cfg.seed)

@@ -200,7 +200,7 @@ def main(cfg: Config) -> int:
     train_set, test_set = data.train.augmented(partial(scale_crop_flip, cfg), cfg.seed), data.test
     num_workers = default_workers() if cfg.num_workers == -1 else cfg.num_workers
     if cfg.verify_data:
-        verify_samples("images and masks", train_set, test_set)
+        verify_samples("images and masks", MASK_REMEDY, train_set, test_set)
     epoch_steps = steps_per_epoch(len(train_set), cfg.global_batch_size)
     total_steps = min(cfg.epochs * epoch_steps, cfg.max_steps or sys.maxsize)
     order = SampleOrder(len(train_set), cfg.seed)

@@ -1,8 +1,10 @@
 """Augmentation of whole batches of uint8 images, by random numbers that belong to the samples."""
 
 from functools import partial
+from typing import Any
 
 import torch
+from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
 
 from utils.order import random_integers
@@ -106,3 +108,10 @@ def _reflect(index: torch.Tensor, size: int) -> torch.Tensor:
     """Indices outside [0, size) mirrored back at the border."""
     index = index.abs()
     return size - 1 - (size - 1 - index).abs()
+
+
+class ScaleJitter(v2.ScaleJitter):
+    """torchvision's, for thin images too, of which it would leave nothing."""
+
+    def make_params(self, flat_inputs: list[Any]) -> dict[str, Any]:
+        return {"size": [max(1, side) for side in super().make_params(flat_inputs)["size"]]}

@@ -7,7 +7,8 @@ The names of COCO itself (instances_train2017.json, images in train2017/) are fo
 
 import hashlib
 import json
-import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -66,11 +67,15 @@ def find_boxes(dataset: str, train_json: str, val_json: str, subset: int) -> Box
     (_, train_path, train), (_, val_path, val) = found
     categories = _categories(train_path, train)
     if _categories(val_path, val) != categories:
-        raise UsageError(f"{val_path} has other categories than {train_path}; they must be equal")
+        other = sorted(set(categories.items()) ^ set(_categories(val_path, val).items()))[:3]
+        raise UsageError(
+            f"{val_path} has other categories than {train_path}: {other}; list the same in both"
+        )
     splits = [_split(*each, folder, categories, subset) for each in found]  # type: ignore
     for split, (_, path, _) in zip(splits, found, strict=True):
         if not len(split.labels):
-            raise UsageError(f"{path}: none of {len(split)} images has a box")
+            first = f"the first {subset} (--subset)" if subset else f"{len(split)}"
+            raise UsageError(f"{path}: none of {first} images has a box to learn from")
     ids = sorted(categories)
     content = hashlib.sha256(repr(sorted(categories.items())).encode())
     for split in splits:
@@ -96,8 +101,8 @@ def _annotation_file(folder: Path, part: str, customary: tuple[str, ...], given:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        content = json.loads(path.read_text(encoding="utf-8-sig"))  # with Windows' mark, or without
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{path} cannot be read: {error}") from error
     for key in LISTS:
         entries = content.get(key) if isinstance(content, dict) else None
@@ -109,7 +114,8 @@ def _read(path: Path) -> dict[str, Any]:
 def _field(path: Path, entry: dict[str, Any], key: str, kind: type) -> Any:
     value = entry.get(key)
     if not isinstance(value, kind) or isinstance(value, bool):
-        raise UsageError(f"{path}: {key}={value!r} must be a {kind.__name__}, in {entry}")
+        article = "an" if kind is int else "a"
+        raise UsageError(f"{path}: {key}={value!r} must be {article} {kind.__name__}, in {entry}")
     return value
 
 
@@ -117,9 +123,17 @@ def _categories(path: Path, content: dict[str, Any]) -> dict[int, str]:
     """Names by category id."""
     entries = content["categories"]
     found = {_field(path, e, "id", int): _field(path, e, "name", str) for e in entries}
-    if not found or len(set(found.values())) < len(entries):
-        raise UsageError(f"{path}: the categories need ids and names of their own, one at least")
+    if not found or not all(found.values()):
+        raise UsageError(f"{path}: categories={entries} need a name each, and one at least")
+    _check_once(path, "category id", [e["id"] for e in entries])
+    _check_once(path, "category name", [e["name"] for e in entries])
     return found
+
+
+def _check_once(path: Path, what: str, values: Sequence[Any]) -> None:
+    twice = [value for value, count in Counter(values).items() if count > 1]
+    if twice:
+        raise UsageError(f"{path}: {what} {twice[0]!r} stands there twice; leave one out")
 
 
 def _split(
@@ -131,12 +145,17 @@ def _split(
     subset: int,
 ) -> BoxSplit:
     everything = content["images"]
+    if not everything:
+        raise UsageError(f"{path}: no images")
     numbers = {_field(path, e, "id", int): number for number, e in enumerate(everything)}
-    if not everything or len(numbers) < len(everything):
-        raise UsageError(f"{path}: the images need ids of their own, one at least")
-    images = everything[: subset or None]
-    files = [_field(path, image, "file_name", str) for image in images]
+    _check_once(path, "image id", [e["id"] for e in everything])
+    names = [_field(path, image, "file_name", str) for image in everything]
+    _check_once(path, "file_name", names)
+    images, files = everything[: subset or None], names[: subset or None]
     sizes = [[_field(path, image, key, int) for key in ("height", "width")] for image in images]
+    for name, size in zip(files, sizes, strict=True):
+        if not all(0 < side < 2**20 for side in size):
+            raise UsageError(f"{path}: {name}: height and width {size} are no image's")
     labels_of = {id_: label for label, id_ in enumerate(sorted(categories))}
     boxes: list[list[list[float]]] = [[] for _ in images]
     labels: list[list[int]] = [[] for _ in images]
@@ -144,8 +163,8 @@ def _split(
     left_out, clipped, crowds, counted = [], 0, 0, 0
     for annotation in content["annotations"]:
         name = f"annotation {annotation.get('id')}"
-        number = numbers.get(annotation.get("image_id"))  # type: ignore[arg-type]
-        label = labels_of.get(annotation.get("category_id"))  # type: ignore[arg-type]
+        number = numbers.get(_field(path, annotation, "image_id", int))
+        label = labels_of.get(_field(path, annotation, "category_id", int))
         if number is None or label is None:
             key = "image_id" if number is None else "category_id"
             raise UsageError(f"{path}: {name}: {key}={annotation.get(key)!r} is not in the file")
@@ -158,9 +177,13 @@ def _split(
         if min(clip[2] - clip[0], clip[3] - clip[1]) < MIN_SIDE:
             left_out.append(f"{files[number]} ({name}: {annotation['bbox']})")
             continue
-        crowd = bool(annotation.get("iscrowd"))
+        crowd = annotation.get("iscrowd") or 0
+        if crowd not in (0, 1):
+            raise UsageError(f"{path}: {name}: iscrowd={crowd!r} must be 0 or 1")
+        area = annotation.get("area")  # of its mask; evaluation leaves out what has none
+        usable = isinstance(area, (int, float)) and 0 < area <= width * height
         own = {"category_id": label, "bbox": [x, y, width, height], "iscrowd": int(crowd)}
-        truth[number].append({**own, "area": float(annotation.get("area") or width * height)})
+        truth[number].append({**own, "area": float(area) if usable else width * height})
         crowds += crowd
         if not crowd:
             clipped += clip != [x, y, x + width, y + height]
@@ -193,8 +216,8 @@ def _split(
 def _box(path: Path, name: str, annotation: dict[str, Any]) -> list[float]:
     box: Any = annotation.get("bbox")
     good = isinstance(box, list) and len(box) == 4
-    if not good or not all(isinstance(x, (int, float)) and math.isfinite(x) for x in box):
-        raise UsageError(f"{path}: {name}: bbox={box!r} must be four finite numbers")
+    if not good or not all(isinstance(x, (int, float)) and abs(x) < 2**30 for x in box):
+        raise UsageError(f"{path}: {name}: bbox={box!r} must be four numbers: x, y, width, height")
     return [float(x) for x in box]
 
 
@@ -202,10 +225,13 @@ def _image_folder(folder: Path, path: Path, part: str, files: list[str]) -> Path
     """The folder in which the images are; UsageError that names the first one missing."""
     own = path.stem.removeprefix("instances_")  # train2017
     places = [folder / "images", folder / "images" / own, folder / own, folder / part, folder]
+    places = list(dict.fromkeys([*places, path.parent]))
     place = next((place for place in places if (place / files[0]).is_file()), None)
     if place is None:
         tried = ", ".join(map(str, places))
-        raise UsageError(f"{path}: {files[0]} is in none of {tried}")
+        raise UsageError(
+            f"{path}: {files[0]} is in none of {tried}; move the images into the first"
+        )
     missing = [name for name in files if not (place / name).is_file()]
     if missing:
         raise UsageError(f"{path}: {missing[0]} is not in {place} ({len(missing)} such files)")

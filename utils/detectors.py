@@ -168,13 +168,15 @@ def build_detector(
     if not name.startswith("ssd"):  # the longer side of an image is scaled to it
         options |= {"min_size": image_size, "max_size": image_size}
     if name.startswith("fasterrcnn"):
+        if regions < 4:
+            raise UsageError(f"--regions {regions}: a quarter of them are objects; use 4 or more")
         options["box_batch_size_per_image"] = regions
     model = torchvision_model(name, num_classes + 1, "detection", **options)
     if type(model) not in (FasterRCNN, RetinaNet, FCOS, SSD):
         raise UsageError(f"--model {name} needs masks or keypoints; choose a detector of boxes")
     fixed: Any = model.transform.fixed_size  # type: ignore
     if fixed and fixed[0] != image_size:
-        raise UsageError(f"--image-size {image_size}: {name} takes {fixed[0]} only")
+        raise UsageError(f"--image-size {image_size}: {name} takes --image-size {fixed[0]} only")
     if not fixed and image_size % STRIDE:
         near = max(STRIDE, round(image_size / STRIDE) * STRIDE)
         raise UsageError(f"--image-size {image_size} is not a multiple of {STRIDE}; use {near}")

@@ -94,15 +94,24 @@ def check_flags(
     below_one: str = "",
     from_minus_one: str = "",
     share: str = "",
+    from_one: str = "",
 ) -> None:
     """Raise UsageError for a value out of range; the arguments are names separated by spaces."""
+    numbers = " ".join(name for name, value in flags.items() if isinstance(value, (int, float)))
     rules = (
+        (numbers, lambda value: abs(value) < 2**63, "be a number below 2**63"),
         (f"{positive} {POSITIVE}", lambda value: value > 0, "be greater than 0"),
         (f"{not_negative} {NOT_NEGATIVE}", lambda value: value >= 0, "not be negative"),
         (below_one, lambda value: 0 <= value < 1, "be at least 0 and less than 1"),
         (from_minus_one, lambda value: value >= -1, "be at least -1"),
+        (from_one, lambda value: value >= 1, "be at least 1"),
         (share, lambda value: 0 < value <= 1, "be greater than 0 and at most 1"),
         ("profile", _is_span, "be FIRST:LAST, updates counted from 1, such as 10:14"),
+    )
+    numbers = [name for name, value in flags.items() if isinstance(value, (int, float))]
+    rules = (
+        (" ".join(numbers), lambda value: abs(value) < 2**63, "be a number below 2**63"),
+        *rules,
     )
     for names, is_good, rule in rules:
         for name in names.split():

@@ -25,6 +25,7 @@ from utils.order import SampleIndex, ShardSampler, random_integers, seeded_for_s
 from utils.start import default_workers
 
 REMEDY = "remove it, or leave it out with --bad-images skip (--verify-data finds all at once)"
+MOST_NAMED = 5  # faults in an error's text
 MOST_REPLACEMENTS = 20  # tried for one image: so many bad ones in a row are no accident
 REPLACEMENT_STREAM = 0x2E91
 VERIFY_BATCH = 16
@@ -230,10 +231,11 @@ def verify_images(splits: list[Split], num_workers: int, bad_images: BadImages) 
     say(f"verified  {progress.total} images, {len(found)} unreadable")
 
 
-def verify_samples(what: str, *splits: Any) -> None:
+def verify_samples(what: str, remedy: str, *splits: Any) -> None:
     """Read every sample once by its split's `read(index)`, each process its share.
 
-    All processes call it. UsageError, on all of them, that names the first that cannot be used.
+    All processes call it. UsageError, on all of them, that names the first ones that cannot be
+    used, their number and the `remedy`.
     """
     samples = [(split, index) for split in splits for index in range(len(split))]
     own = range(rank(), len(samples), world_size())
@@ -252,5 +254,6 @@ def verify_samples(what: str, *splits: Any) -> None:
         faults = [result for result in bar if result]
     everyone = sorted(fault for found in gather_objects(faults) for fault in found)
     if everyone:
-        others = f" ({len(everyone) - 1} more)" if len(everyone) > 1 else ""
-        raise UsageError(f"{everyone[0][1]}{others}")
+        texts = [text for _, text in everyone]
+        more = f"; and {len(texts) - MOST_NAMED} more" if len(texts) > MOST_NAMED else ""
+        raise UsageError(f"{'; '.join(texts[:MOST_NAMED])}{more}: {remedy}")

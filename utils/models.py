@@ -19,6 +19,7 @@ from utils.files import read_tensors
 STEP_COUNT = ".num_batches_tracked"
 PREFIXES = ("_orig_mod.", "module.")  # left in keys by torch.compile and DistributedDataParallel
 REPLACEABLE = 4  # tensors that may have another shape: weight and bias of the stem and of the head
+CLASSIFIER_HEADS = ("fc.", "classifier.")
 DETECTOR_HEAD = "head.classification_head."  # SSD has one for each of its levels
 
 
@@ -108,7 +109,10 @@ def _for_backbone(
     if any(name.startswith("backbone.") for name in state):
         return {n: v for n, v in state.items() if n in own or not n.startswith("aux_classifier.")}
     trunk = "backbone.body." if any(n.startswith("backbone.body.") for n in own) else "backbone."
-    renamed = {f"{trunk}{name.removeprefix('features.')}": v for name, v in state.items()}
+    body = {name: v for name, v in state.items() if not name.startswith(CLASSIFIER_HEADS)}
+    renamed = {f"{trunk}{name.removeprefix('features.')}": v for name, v in body.items()}
+    if any(name not in own and not name.endswith(STEP_COUNT) for name in renamed):
+        return state  # of a larger one
     found = {name: value for name, value in renamed.items() if name in own}
     heads = {name: value for name, value in own.items() if not name.startswith(trunk)}
     return {**found, **heads} if found else state
@@ -152,6 +156,8 @@ def read_initial_weights(weights: str, model_name: str) -> dict[str, torch.Tenso
     if weights not in ("default", "backbone"):
         return read_weights(weights)
     if weights == "backbone":
+        if model_name.startswith("ssd"):
+            raise UsageError(f"--weights backbone: not of {model_name}; give default, FILE or none")
         model_name = re.sub(r"(_320)?_fpn(_v2)?$", "", model_name.partition("_")[2])
     try:
         found = torchvision.models.get_model_weights(model_name)["DEFAULT"]
