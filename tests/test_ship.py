@@ -321,6 +321,10 @@ def test_every_script_predicts_without_its_data(small_run, tmp_path):
         before = contents(run)
         output = command(script, "--predict", str(tmp_path / "photos"), "--resume", str(run))
         assert "left out: broken.jpg" in output and contents(run) == before
+        if script == "cifar":
+            photo = str(tmp_path / "photos" / "a.png")
+            output = command("detection", "--predict", photo, "--resume", str(run), code=2)
+            assert f"error: --resume {run}" in output and "is a run of another script" in output
         found = sorted(path.name for path in (run / "predictions").iterdir())
         if script == "segmentation":
             kinds = ("mask.png", "overlay.png")

@@ -178,7 +178,10 @@ def _restore(
     found = find_checkpoint(Path(checkpoint))
     if found is None or not {"model", "build"} <= found.manifest.keys():
         raise UsageError(f"{checkpoint} is broken, or its manifest.json does not tell the model")
-    model = build(*found.manifest["build"])
+    try:
+        model = build(*found.manifest["build"])
+    except TypeError as error:
+        raise UsageError(f"--resume {checkpoint} is a run of another script: {error}") from error
     load_checkpoint(found, model=model)
     say(f"model     {found.path}, after update {found.step}")
     return model.to(device).eval(), found.manifest["model"]
