@@ -108,11 +108,6 @@ def check_flags(
         (share, lambda value: 0 < value <= 1, "be greater than 0 and at most 1"),
         ("profile", _is_span, "be FIRST:LAST, updates counted from 1, such as 10:14"),
     )
-    numbers = [name for name, value in flags.items() if isinstance(value, (int, float))]
-    rules = (
-        (" ".join(numbers), lambda value: abs(value) < 2**63, "be a number below 2**63"),
-        *rules,
-    )
     for names, is_good, rule in rules:
         for name in names.split():
             if not is_good(flags[name]):
