@@ -54,8 +54,8 @@ from utils.window import Batch, Totals, Window, WindowLoader, gradient_norm, to_
 class Config(RunFlags):
     # Data
     dataset: str = "bccd"  # a folder of annotations/ (COCO's JSON) and images/
-    train_json: str = ""  # a name in annotations/; "" = instances_train.json or COCO's own
-    val_json: str = ""  # a name in annotations/; "" = instances_val.json, or val2017, test
+    train_json: str = ""  # in annotations/, or a path; "" = instances_train.json or COCO's own
+    val_json: str = ""  # in annotations/, or a path; "" = instances_val.json, or val2017, test
     image_size: int = 320  # height and width of a model's inputs; the longer side is scaled to it
     max_scale: float = 1.5  # images are scaled at random, by 1/N to N, and cropped; 1 = not
     vertical_flip: bool = False  # mirror upside down too: where there is no up, as in microscopy
