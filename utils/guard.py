@@ -12,7 +12,6 @@ What processes decide together travels in the update's own reduction; a hang is 
 """
 
 import atexit
-import multiprocessing
 import os
 import re
 import select
@@ -38,16 +37,12 @@ from utils.engines import uses_fsdp
 from utils.errors import ERROR, ExplainedError
 from utils.files import read_json
 from utils.hang import HangWatch, script_line, write_stacks
+from utils.loaders import SIGNALS, end_loader_processes
 from utils.marks import latest, mark
 from utils.nonfinite import describe_nonfinite, raise_nonfinite
 from utils.rundir import continue_command, is_restart, launcher_pid
 from utils.window import Batch, Totals, Window
 
-SIGNALS = [
-    getattr(signal, name)
-    for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
-    if hasattr(signal, name)  # Windows has two of them
-]
 SAME_SIGNAL_SECONDS = 5.0  # a terminal, SLURM and a launcher all send it again
 STUCK_SECONDS = 15.0  # after a signal, without progress: torchrun kills 30 s after its own
 ORPHAN_SECONDS = 45.0  # a process whose launcher died ends after this at the latest
@@ -58,26 +53,6 @@ PEER_SECONDS = 2.0  # between a peer's death and an error that only follows from
 
 _numbers = count()  # of the guards in this process: their notes must not mix
 _launcher = launcher_pid()  # 0 when there is none
-
-
-def ignore_signals(worker_id: int = 0) -> None:
-    """For `DataLoader(worker_init_fn=...)`: launchers signal loader processes too.
-
-    Theirs to end is when the process that trains has ended.
-    """
-    if threading.current_thread() is threading.main_thread():  # workers may be threads
-        signal.set_wakeup_fd(-1)
-        for number in SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
-
-
-def end_loader_processes() -> None:
-    """At the end of this process: those that are left ignore the SIGTERM that is meant for them."""
-    if hasattr(signal, "SIGCHLD") and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's own takes their end for a failure
-    for child in multiprocessing.active_children():
-        if child.daemon:
-            child.kill()
 
 
 def stopped_before_restart(directory: Path) -> bool:

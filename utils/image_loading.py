@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
+from torch.utils.data import Dataset, Sampler, default_collate
 from tqdm import tqdm
 
 from utils.console import Progress, say
 from utils.distributed import gather_objects, on_main_process, rank, world_size
 from utils.errors import ExplainedError, UsageError
 from utils.files import write_text
-from utils.guard import ignore_signals
 from utils.image_sets import UNLABELLED, Images, Split
 from utils.images import BadImage, decode_rgb
+from utils.loaders import SteadyLoader
 from utils.order import SampleIndex, ShardSampler, random_integers, seeded_for_sample
 from utils.start import default_workers
 
@@ -145,8 +145,8 @@ class BadImages:
         on_main_process(write)
 
 
-class ImageLoader(DataLoader):
-    """A DataLoader of ImageBatch that hands the files its workers could not read to BadImages."""
+class ImageLoader(SteadyLoader):
+    """A loader of ImageBatch that hands the files its workers could not read to BadImages."""
 
     def __init__(
         self,
@@ -162,10 +162,8 @@ class ImageLoader(DataLoader):
             batch_sampler=batch_sampler,
             collate_fn=collate,
             num_workers=workers,
-            worker_init_fn=ignore_signals,  # they end with this process
             persistent_workers=workers > 0,
             pin_memory=pin,
-            generator=torch.Generator(),  # its own: each iteration would draw from the global one
         )
         self.bad_images = bad_images
 
@@ -205,14 +203,12 @@ def verify_images(splits: list[Split], num_workers: int, bad_images: BadImages) 
     own: dict[str, int] = {}  # line -> the process that has read the file
     done = 0
     for split in splits:
-        loader = DataLoader(
+        loader = SteadyLoader(
             _Verified(split.images, len(split)),
             batch_size=VERIFY_BATCH,
             sampler=ShardSampler(len(split), world_size(), rank()),
             num_workers=num_workers,
-            worker_init_fn=ignore_signals,
             collate_fn=list,
-            generator=torch.Generator(),
         )
         for lines in loader:
             own.update((line, rank()) for line in lines if line)

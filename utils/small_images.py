@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import Dataset, Sampler
 
 from utils import hub
 from utils.console import say
 from utils.errors import UsageError
-from utils.guard import ignore_signals
+from utils.loaders import SteadyLoader
 
 SHARE_OF_MEMORY = 0.1  # of an accelerator's, that a data set may take
 HUB_NAMES = {"cifar10": "uoft-cs/cifar10", "cifar100": "uoft-cs/cifar100"}
@@ -70,8 +70,8 @@ class Tensors(Dataset):
         return batch | images | {"id": index}
 
 
-class TensorLoader(DataLoader):
-    """A DataLoader of Tensors' micro-batches.
+class TensorLoader(SteadyLoader):
+    """A loader of Tensors' micro-batches.
 
     Args:
         dataset: Tensors, or another one that reads whole micro-batches and has a `device`.
@@ -85,10 +85,8 @@ class TensorLoader(DataLoader):
             batch_sampler=batch_sampler,
             collate_fn=_as_it_is,
             num_workers=num_workers,
-            worker_init_fn=ignore_signals,  # they end with this process
             persistent_workers=num_workers > 0,
             pin_memory=pin and dataset.device.type == "cpu",
-            generator=torch.Generator(),  # its own: each iteration would draw from the global one
         )
 
 

@@ -86,7 +86,9 @@ def judge_memory(
         return Finding(result, seen, "fewer processes on the machine, or a smaller model")
     for name, file in FILES.items():
         if name != engine and needed.get(name, math.inf) <= SHARE * total:
-            return Finding(result, seen, f"{name} fits: accelerate_configs/{file} (language_model.py)")
+            return Finding(
+                result, seen, f"{name} fits: accelerate_configs/{file} (language_model.py)"
+            )
     enough = math.ceil(sum(sizes) / (SHARE * total))
     remedy = f"FSDP2 (accelerate_configs/fsdp2.yaml) on {enough} GPUs or more, or a smaller model"
     return Finding(result, seen, remedy)
