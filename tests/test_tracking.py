@@ -380,7 +380,7 @@ def test_the_command_that_continues(monkeypatch, launch, flags):
     monkeypatch.setattr(rundir.shutil, "which", lambda name: None)
     script = "/abs/t/c.py" if launch == "script as a module" else "t/c.py"
     monkeypatch.setattr(sys, "argv", [script, *shlex.split(flags)])
-    assert continue_command(Path("D")) == expected.replace("G", FLAGS[flags])
+    assert continue_command(Path("D")) == expected.replace(" G", f" {FLAGS[flags]}")
 
 
 def test_programs_on_the_path_are_named_shortly(monkeypatch, tmp_path):
