@@ -50,6 +50,7 @@ HSDP = FSDP2 | {  # and of hsdp.yaml, for two machines of two
     "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2",
     "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2",
 }
+ZERO = {"ACCELERATE_USE_DEEPSPEED": "true"}
 slow = pytest.mark.slow
 
 
@@ -397,24 +398,36 @@ def test_windows_after_the_end_have_no_label(tokens, tmp_path):
 @pytest.mark.parametrize(
     ("environment", "how", "words"),
     [
-        ({}, dict(can_shard=False), "this script evaluates .*multi_gpu.yaml"),
-        ({"FSDP_VERSION": "1"}, {}, "fsdp_version: 1 .*use 2"),
-        ({}, dict(comm_hook="bf16"), "--comm-hook bf16 is DistributedDataParallel's"),
-        ({}, dict(precision="fp16"), "mixed_precision=fp16 with FSDP"),
+        (FSDP2, dict(can_shard=False), "FSDP: this script evaluates .*multi_gpu.yaml"),
+        (FSDP2 | {"FSDP_VERSION": "1"}, {}, "fsdp_version: 1 .*use 2"),
+        (FSDP2, dict(comm_hook="bf16"), "--comm-hook bf16 is DistributedDataParallel's"),
+        (FSDP2, dict(precision="fp16"), "mixed_precision=fp16 with FSDP"),
+        (ZERO, dict(can_shard=False), "DeepSpeed: this script evaluates .*multi_gpu.yaml"),
+        (ZERO, dict(precision="fp16"), "mixed_precision=fp16 with DeepSpeed"),
     ],
 )
-def test_fsdp_is_refused(monkeypatch, environment, how, words):
-    for name, value in (FSDP2 | environment).items():
+def test_a_sharded_engine_is_refused(monkeypatch, environment, how, words):
+    for name, value in environment.items():
         monkeypatch.setenv(name, value)
     given = dict(precision="bf16", can_shard=True, comm_hook="none") | how
     with pytest.raises(UsageError, match=words):
-        engines.check_fsdp(given.pop("precision"), **given)
+        engines.check_sharded(given.pop("precision"), **given)
+
+
+def test_a_missing_deepspeed_is_named(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setattr(engines, "find_spec", lambda name: name == "deepspeed")
+    with pytest.raises(UsageError, match="needs transformers; pip install deepspeed transformers"):
+        engines.check_launched_engine(4)
 
 
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
-        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "DEEPSPEED keeps the optimizer.*fsdp2.yaml"),
+        (ZERO | {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "1"}, "zero_stage: 1 .*use 2 or 3"),
+        (ZERO | {"ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu"}, "device: cpu .*use none"),
+        (ZERO | {"ACCELERATE_DEEPSPEED_CONFIG_FILE": "a.json"}, "deepspeed_config_file: .*leave"),
+        (ZERO | {"ACCELERATE_GRADIENT_CLIPPING": "1.0"}, "gradient_clipping: 1.0 .*max-grad-norm"),
         ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "MEGATRON_LM trains .*fsdp2.yaml"),
         (HSDP | {"PARALLELISM_CONFIG_TP_SIZE": "2"}, "tp_size=2: several processes .*use 1"),
         (
@@ -464,7 +477,8 @@ def test_bytes_of_a_model():
 def test_bytes_of_each_engine():
     """The table of accelerate_configs/README.md, for a billion parameters."""
     sizes = Bytes(4 * GB, 4 * GB, 8 * GB)
-    assert bytes_per_process(sizes, 8, 8) == {"DDP": 16 * GB, "ZeRO-2": 5.5 * GB, "FSDP2": 2 * GB}
+    sharded = {"FSDP2": 2 * GB, "ZeRO-3": 2 * GB}
+    assert bytes_per_process(sizes, 8, 8) == {"DDP": 16 * GB, "ZeRO-2": 6 * GB, **sharded}
     assert bytes_per_process(sizes, 16, 8)["HSDP"] == 2 * GB
     assert bytes_per_process(sizes, 1, 1)["DDP"] == 16 * GB
 

@@ -176,8 +176,9 @@ def test_an_engine_that_the_script_does_not_bear_is_refused(launch):
     environment = TORCHRUN | {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
     with pytest.raises(UsageError, match="FSDP: this script evaluates"):
         launch(environment, gpus=2, engine=DistributedType.FSDP)
-    with pytest.raises(UsageError, match="DEEPSPEED keeps the optimizer"):
-        launch(TORCHRUN | {"ACCELERATE_USE_DEEPSPEED": "true"}, gpus=2)
+    stage = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "1"}
+    with pytest.raises(UsageError, match="zero_stage: 1 shards no gradients"):
+        launch(TORCHRUN | stage, gpus=2)
 
 
 def test_an_engine_is_refused_on_a_cpu_before_accelerate_imports_it(launch):

@@ -209,6 +209,7 @@ def main(cfg: Config) -> int:
         comm_hook=cfg.comm_hook,
         hang_timeout=cfg.hang_timeout,
         can_shard=True,
+        max_grad_norm=cfg.max_grad_norm,
     )
     device, num_processes = accelerator.device, accelerator.num_processes
     plan = plan_batches(cfg.global_batch_size, cfg.micro_batch_size, num_processes)
@@ -257,15 +258,12 @@ def main(cfg: Config) -> int:
     warmup_steps = min(round(cfg.warmup_fraction * total_steps), total_steps - 1)
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim <= 1]  # norms: no decay
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": matrices, "weight_decay": cfg.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ],
-        lr=lr_used,
-        betas=(cfg.beta1, cfg.beta2),
-        fused=True,  # one kernel for all parameters
-    )
+    groups = [
+        {"params": matrices, "weight_decay": cfg.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    betas = (cfg.beta1, cfg.beta2)
+    optimizer = torch.optim.AdamW(groups, lr_used, betas, fused=True)  # one kernel for all
 
     def learning_rate(step: int) -> float:
         """Linear warm-up, then a cosine that ends at 0 on the last update; `step` from 1."""

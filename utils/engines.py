@@ -6,6 +6,7 @@ training, or silently wrong, is refused before anything is read or written.
 
 import os
 from datetime import timedelta
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -35,6 +36,11 @@ def uses_fsdp() -> bool:
     return parse_flag_from_env("ACCELERATE_USE_FSDP")
 
 
+def uses_zero() -> bool:
+    """Whether the launcher asked for DeepSpeed."""
+    return parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
+
+
 def check_engine(found: DistributedType) -> None:
     """Refuse an engine other than the one asked for."""
     for name, wanted in ENGINES.items():
@@ -52,12 +58,8 @@ def check_launched_engine(asked: int) -> None:
     Args:
         asked: the number of processes.
     """
-    if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
-        raise UsageError(
-            "DEEPSPEED keeps the optimizer's state in parts, which the checkpoints here would miss:"
-            f" not to be had with these scripts yet; use `{FSDP_LAUNCH}`, which shards what ZeRO-3 "
-            "does"
-        )
+    if uses_zero():
+        _check_zero()
     if parse_flag_from_env("ACCELERATE_USE_MEGATRON_LM"):
         raise UsageError(
             "MEGATRON_LM trains models and loops of its own, and these scripts have theirs; use "
@@ -82,25 +84,53 @@ def check_launched_engine(asked: int) -> None:
         )
 
 
-def check_fsdp(precision: str, *, can_shard: bool, comm_hook: str) -> None:
-    """Refuse FSDP, which runs, where the script or another choice does not go with it."""
+def _check_zero() -> None:
+    """Refuse what the launcher's deepspeed_config says and the scripts would not do."""
+    if os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none") != "none":
+        raise UsageError(
+            "deepspeed_config_file: batches, clipping and precision are said by the script's flags "
+            "and by mixed_precision; leave it out, and give zero_stage (deepspeed_zero2.yaml)"
+        )
+    stage = get_int_from_env(["ACCELERATE_DEEPSPEED_ZERO_STAGE"], 2)
+    if stage not in (2, 3):
+        raise UsageError(f"zero_stage: {stage} shards no gradients; use 2 or 3, or `{GPU_LAUNCH}`")
+    for name in ("offload_optimizer_device", "offload_param_device"):
+        device = os.environ.get(f"ACCELERATE_DEEPSPEED_{name.upper()}", "none")
+        if device != "none":
+            raise UsageError(
+                f"{name}: {device} takes DeepSpeed's own optimizer in place of the script's; "
+                "use none, and more GPUs"
+            )
+    clipping = os.environ.get("ACCELERATE_GRADIENT_CLIPPING", "auto")
+    if clipping != "auto":
+        raise UsageError(f"gradient_clipping: {clipping} would be ignored; use --max-grad-norm")
+    missing = [name for name in ("deepspeed", "transformers") if not find_spec(name)]
+    if missing:  # Accelerate asks for the version of the latter
+        raise UsageError(f"DeepSpeed needs {missing[0]}; pip install deepspeed transformers")
+
+
+def check_sharded(precision: str, *, can_shard: bool, comm_hook: str) -> None:
+    """Refuse FSDP or DeepSpeed, which run, where the script or another choice does not fit."""
+    name = "DeepSpeed" if uses_zero() else "FSDP"
     if not can_shard:
         raise UsageError(
-            "FSDP: this script evaluates and exports the whole model in each process; use "
+            f"{name}: this script evaluates and exports the whole model in each process; use "
             f"`{GPU_LAUNCH}` (train/language_model.py can be sharded)"
         )
-    if get_int_from_env(["FSDP_VERSION"], 1) != 2:
+    if not uses_zero() and get_int_from_env(["FSDP_VERSION"], 1) != 2:
         raise UsageError("fsdp_version: 1 cannot be continued by other engines; use 2 (fsdp2.yaml)")
     if comm_hook != "none":
         raise UsageError(f"--comm-hook {comm_hook} is DistributedDataParallel's; leave it out")
     if precision not in ("no", "bf16"):
         raise UsageError(
-            f"mixed_precision={precision} with FSDP has not been tried; use bf16 or no"
+            f"mixed_precision={precision} with {name} has not been tried; use bf16 or no"
         )
 
 
 def engine_name(accelerator: Accelerator) -> str:
-    """DDP (or one process), FSDP2 or HSDP."""
+    """DDP (or one process), FSDP2, HSDP, ZeRO-2 or ZeRO-3."""
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        return f"ZeRO-{accelerator.state.deepspeed_plugin.zero_stage}"  # type: ignore[union-attr]
     if accelerator.distributed_type != DistributedType.FSDP:
         return "DDP"
     sizes = accelerator.parallelism_config

@@ -33,7 +33,7 @@ from utils import errors, marks
 from utils.console import warn
 from utils.distributed import NoteBoard, all_reduce_sum, on_main_process, rank
 from utils.distributed import world_size as number_of_processes
-from utils.engines import uses_fsdp
+from utils.engines import uses_fsdp, uses_zero
 from utils.errors import ERROR, ExplainedError
 from utils.files import read_json
 from utils.hang import HangWatch, script_line, write_stacks
@@ -106,7 +106,7 @@ class Guard:
         self._orphan_since: float | None = None
         self._told_stuck = False
         self._board = NoteBoard("")
-        self._is_sharded = uses_fsdp()
+        self._is_sharded = uses_fsdp() or uses_zero()
 
     # ---- In the loop -------------------------------------------------------------------------
 

@@ -67,7 +67,7 @@ def parted_moments(moments: dict[str, Any], optimizer: torch.optim.Optimizer) ->
 
 def _parted_like(value: torch.Tensor, like: Any) -> torch.Tensor:
     """This process's part of the whole `value`, as `like` is parted; nothing is sent."""
-    if not hasattr(like, "full_tensor"):
+    if not hasattr(like, "placements"):  # of DeepSpeed the model's own hooks take their part
         return value
     from torch.distributed.tensor import distribute_tensor  # heavy: imported where used
 

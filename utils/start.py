@@ -14,7 +14,9 @@ import socket
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -37,15 +39,17 @@ from utils.engines import (
     CPU_LAUNCH,
     GPU_LAUNCH,
     check_engine,
-    check_fsdp,
     check_launched_engine,
+    check_sharded,
     engine_name,
     fsdp_plugin,
     set_timeouts,
     uses_fsdp,
+    uses_zero,
 )
 from utils.errors import UsageError
 from utils.order import hash64
+from utils.zero import ZeroAccelerator
 
 MOST_WORKERS = 8
 PLACE = "place"  # the scheme of our own address, in torch's way to name them
@@ -66,6 +70,7 @@ def open_accelerator(
     comm_hook: str = "none",
     hang_timeout: float = 0.0,
     can_shard: bool = False,
+    max_grad_norm: float = 0.0,
 ) -> Accelerator:
     """The Accelerator of this process, its world checked and its threads set.
 
@@ -75,6 +80,7 @@ def open_accelerator(
         hang_timeout: seconds (utils/guard.py); collectives give up well after it only.
         can_shard: whether the script enters every forward pass with all processes, as a model must
             be of which each holds a part: as often in evaluation, and nowhere on the main one only.
+        max_grad_norm: what the script clips the gradient to, for DeepSpeed, which does it itself.
 
     Raises UsageError when the processes, devices, engine or precision are not those that the
     launcher was asked for. The number of accumulation steps is set by the script, when known.
@@ -90,7 +96,10 @@ def open_accelerator(
         "start_powerSGD_iter": POWERSGD_START,
         "orthogonalization_epsilon": 1e-8,  # a gradient may be zero
     }
-    accelerator = Accelerator(
+    kind: Any = partial(Accelerator, fsdp_plugin=fsdp_plugin())
+    if uses_zero():
+        kind = partial(ZeroAccelerator, max_grad_norm)
+    accelerator: Accelerator = kind(
         cpu=on_cpu,  # without it, CPU processes started by torchrun never find each other
         # Whole windows are fetched ahead of the steps, so the loader's end says nothing here.
         gradient_accumulation_plugin=GradientAccumulationPlugin(
@@ -99,7 +108,6 @@ def open_accelerator(
             # Until they are summed FSDP keeps gradients whole: for memory, sum in each micro-step.
             sync_each_batch=uses_fsdp(),
         ),
-        fsdp_plugin=fsdp_plugin(),
         kwargs_handlers=[
             DistributedDataParallelKwargs(
                 gradient_as_bucket_view=True,  # saves one copy of the gradients
@@ -115,8 +123,8 @@ def open_accelerator(
         ],
     )
     check_world(accelerator, asked, on_cpu)
-    if accelerator.distributed_type == DistributedType.FSDP:
-        check_fsdp(accelerator.mixed_precision, can_shard=can_shard, comm_hook=comm_hook)
+    if engine_name(accelerator) != "DDP":
+        check_sharded(accelerator.mixed_precision, can_shard=can_shard, comm_hook=comm_hook)
         set_timeouts(accelerator, collective_timeout())
     if comm_hook == "powersgd" and accelerator.mixed_precision == "fp16":
         raise UsageError(

@@ -35,16 +35,18 @@ def memory(job: Job) -> Steps:
 
 def count_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Bytes:
     """Of a model, sharded or not, and of what its optimizer will keep after the first update."""
-    tensors = [*model.parameters(), *model.buffers()]
-    weights = sum(t.numel() * t.element_size() for t in tensors)
-    gradients = optimizer_bytes = 0
-    for group in optimizer.param_groups:
-        # Adam and its like keep means of gradients and of squares; SGD its momentum.
-        kept = 2 + bool(group.get("amsgrad")) if "betas" in group else bool(group.get("momentum"))
-        size = sum(p.numel() * p.element_size() for p in group["params"] if p.requires_grad)
-        gradients += size
-        optimizer_bytes += kept * size
-    return Bytes(weights, gradients, optimizer_bytes)
+
+    def size(tensor: torch.Tensor) -> int:
+        return getattr(tensor, "ds_numel", tensor.numel()) * tensor.element_size()  # whole, in ZeRO
+
+    weights = sum(size(tensor) for tensor in [*model.parameters(), *model.buffers()])
+    gradients = sum(size(p) for p in model.parameters() if p.requires_grad)
+    # Adam and its like keep means of gradients and of squares; SGD its momentum.
+    kept = max(
+        2 + bool(group.get("amsgrad")) if "betas" in group else bool(group.get("momentum"))
+        for group in optimizer.param_groups
+    )
+    return Bytes(weights, gradients, kept * gradients)
 
 
 def bytes_per_process(sizes: Bytes, num_processes: int, local: int) -> dict[str, float]:
@@ -56,9 +58,10 @@ def bytes_per_process(sizes: Bytes, num_processes: int, local: int) -> dict[str,
     weights, gradients, optimizer = sizes
     engines = {
         "DDP": weights + gradients + optimizer,
-        "ZeRO-2": weights + (gradients + optimizer) / num_processes,
+        "ZeRO-2": weights + (weights + gradients + optimizer) / num_processes,
         "HSDP": (weights + gradients + optimizer) / local,
         "FSDP2": (weights + gradients + optimizer) / num_processes,
+        "ZeRO-3": (weights + gradients + optimizer) / num_processes,
     }
     if local in (1, num_processes):  # HSDP would be DDP, or FSDP2
         del engines["HSDP"]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from utils.preflight.job import Job
 from utils.sharding import own_part
+from utils.zero import ZeroOptimizer
 
 CHUNK = 1 << 22  # elements at once
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -46,8 +47,11 @@ def fingerprint(model: nn.Module) -> dict[str, str]:
 
 
 def inner_optimizer(job: Job) -> torch.optim.Optimizer:
-    """torch's own, inside Accelerate's."""
-    return getattr(job.optimizer, "optimizer", job.optimizer)
+    """torch's own, inside Accelerate's and DeepSpeed's."""
+    optimizer = job.optimizer
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
 
 
 def generator_states() -> dict[str, Any]:
@@ -77,7 +81,8 @@ def set_generator_states(states: dict[str, Any]) -> None:
 def restored(job: Job) -> Iterator[None]:
     """Afterwards the weights, buffers, optimizer, generators and counters are as before."""
     model, optimizer, accelerator = job.plain_model, inner_optimizer(job), job.accelerator
-    tensors = [*model.parameters(), *model.buffers()]
+    more = job.optimizer.held if isinstance(job.optimizer, ZeroOptimizer) else list
+    tensors = [*more(), *model.parameters(), *model.buffers()]
     values = [tensor.detach().clone() for tensor in tensors]
     modes = {module: module.training for module in model.modules()}
     state = {p: {k: _copy(v) for k, v in s.items()} for p, s in optimizer.state.items()}
@@ -90,6 +95,7 @@ def restored(job: Job) -> Iterator[None]:
     try:
         yield
     finally:
+        more()
         with torch.no_grad():
             for tensor, value in zip(tensors, values, strict=True):
                 tensor.copy_(value)
