@@ -22,11 +22,12 @@ from accelerate.commands.launch import (
     launch_command,
     launch_command_parser,
 )
-from accelerate.utils.launch import prepare_multi_gpu_env
+from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
 from tests.conftest import REPOSITORY
 from tests.pool import free_port
 from tests.test_sharding import FSDP2, HSDP
+from tests.test_zero import STAGES
 
 CONFIGS = REPOSITORY / "accelerate_configs"
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
@@ -226,6 +227,19 @@ def test_what_the_processes_are_told_of_the_engine(monkeypatch, name):
         assert told[key] == ("8" if of_the_machines else value), key
     assert told["ACCELERATE_MIXED_PRECISION"] == "bf16"
     assert told["FSDP_OFFLOAD_PARAMS"] == "false"
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_the_processes_are_told_of_deepspeed(stage):
+    """tests/test_zero.py trains with just that."""
+    given = [*shipped(f"deepspeed_zero{stage}.yaml"), "x"]
+    args, defaults, _ = _validate_launch_command(launch_command_parser().parse_args(given))
+    args.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
+    _, told = prepare_deepspeed_cmd_env(args)
+    of_the_engine = {k: v for k, v in told.items() if k.startswith("ACCELERATE_")}
+    del of_the_engine["ACCELERATE_CONFIG_DS_FIELDS"]  # names of what the file says
+    assert of_the_engine.pop("ACCELERATE_MIXED_PRECISION") == "bf16"
+    assert of_the_engine == STAGES[f"zero{stage}"]
 
 
 # ---- Real launches ---------------------------------------------------------------------------

@@ -35,10 +35,8 @@ ZERO2 = {  # what the launcher makes of deepspeed_zero2.yaml (tests/test_configs
     "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "none",
     "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none",
     "ACCELERATE_DEEPSPEED_ZERO3_INIT": "false",
-    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1",
-    "ACCELERATE_USE_CPU": "false",
-    "DS_ACCELERATOR": "cpu",
 }
+ON_THE_CPU = {"ACCELERATE_USE_CPU": "false", "DS_ACCELERATOR": "cpu"}
 ZERO3 = ZERO2 | {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}
 STAGES = {"zero2": ZERO2, "zero3": ZERO3}
 slow = pytest.mark.slow
@@ -51,8 +49,7 @@ pytestmark = [slow, deepspeed]
 @contextmanager
 def zero_on_the_cpu(environment: dict):
     """The script's Accelerator takes DeepSpeed in these processes."""
-    os.environ.update(environment)
-    os.environ["LOCAL_SIZE"] = os.environ["WORLD_SIZE"]
+    os.environ.update(environment | ON_THE_CPU, LOCAL_SIZE=os.environ["WORLD_SIZE"])
     open_state = AcceleratorState.__init__
 
     def open_as_gpu(self, mixed_precision=None, cpu=False, **kwargs):

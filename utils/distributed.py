@@ -108,7 +108,8 @@ class NoteBoard:
 
     def __init__(self, name: str):
         self._store: Any = None
-        self._call_in_progress = threading.Thread()
+        self._turn = threading.Lock()  # the store's connection takes one call at a time
+        self._overdue = threading.Thread()
         if world_size() > 1:
             try:
                 store = dist.distributed_c10d._get_default_store()
@@ -130,7 +131,7 @@ class NoteBoard:
         return self._call(lambda store: store.add(key, 1) == 1, world_size() == 1)
 
     def is_lost(self) -> bool:
-        return self._store is None or self._call_in_progress.is_alive()
+        return self._store is None or self._overdue.is_alive()
 
     def _call(self, action: Callable[[Any], Any], otherwise: Any = None) -> Any:
         """The action's result; while the network is cut it waits for ever, in a thread."""
@@ -138,12 +139,19 @@ class NoteBoard:
 
         def call() -> None:
             try:
-                results.append(action(self._store))
+                if self._store is not None:
+                    results.append(action(self._store))
             except (RuntimeError, ValueError):
                 self._store = None
+            finally:
+                self._turn.release()
 
-        if not self.is_lost():
-            self._call_in_progress = threading.Thread(target=call, daemon=True)
-            self._call_in_progress.start()
-            self._call_in_progress.join(NOTE_SECONDS)
+        # Both the script and the thread that watches for hangs come here.
+        if self.is_lost() or not self._turn.acquire(timeout=NOTE_SECONDS):
+            return otherwise
+        thread = threading.Thread(target=call, daemon=True)
+        thread.start()
+        thread.join(NOTE_SECONDS)
+        if thread.is_alive():
+            self._overdue = thread
         return results[0] if results else otherwise

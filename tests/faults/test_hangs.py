@@ -93,8 +93,35 @@ def test_a_store_that_is_out_of_reach_does_not_stop_the_watch(monkeypatch):
     assert board.read("place/1") is None and board.is_lost()
     assert board.read("place/2") is None and len(asked) == 1
     joined.set()
-    board._call_in_progress.join(60.0)
+    board._overdue.join(60.0)
     assert not board.is_lost() and board.read("place/1") == "a note"
+
+
+def test_notes_of_several_threads_take_turns():
+    """The script leaves while the watch posts: nobody is in the other's way, no note is lost."""
+    board, notes, in_use = NoteBoard(""), {}, threading.Lock()
+    raised: list = []
+
+    def set(key, text):
+        with_the_store = in_use.acquire(blocking=False)
+        assert with_the_store  # one connection
+        notes[key] = text
+        in_use.release()
+
+    def post(name):
+        try:
+            for number in range(200):
+                board.post(f"{name}/{number}", "")
+        except Exception as error:
+            raised.append(error)
+
+    board._store = SimpleNamespace(set=set)
+    threads = [threading.Thread(target=post, args=(name,)) for name in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not raised and len(notes) == 600
 
 
 @pytest.fixture
