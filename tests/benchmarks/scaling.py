@@ -1,4 +1,4 @@
-"""How cifar.py and its parts grow: python tests/benchmarks/scaling.py (12 minutes on two cores).
+"""How cifar.py and its parts grow: python tests/benchmarks/scaling.py (4 minutes on two cores).
 
 Five tables, in Markdown: the sample order (seconds and memory against the number of samples),
 processes (a core each, the global batch fixed), accumulation (seconds and gradient bytes of an
