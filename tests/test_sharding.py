@@ -32,6 +32,7 @@ from utils.distributed import collective_timeout, rank
 from utils.errors import UsageError
 from utils.guard import Guard
 from utils.order import ShardSampler
+from utils.preflight import memory
 from utils.preflight.job import FAIL, PASS, WARN
 from utils.preflight.memory import Bytes, bytes_per_process, count_bytes, judge_memory
 from utils.sharding import whole
@@ -472,6 +473,17 @@ def test_bytes_of_a_model():
     adam.step()
     kept = sum(v.nbytes for s in adam.state.values() for v in s.values() if v.ndim)
     assert kept == count_bytes(model, adam).optimizer
+
+
+def test_a_model_that_cannot_fit_is_refused_before_prepare(monkeypatch, tokens, tmp_path):
+    """Not by the device, in the middle of `prepare`."""
+    seen = []
+    monkeypatch.setattr(memory, "_device_bytes", lambda device: seen.append(device) or 100_000)
+    monkeypatch.setattr(Accelerator, "prepare", None)
+    given = language_model.Config(**config(tokens, tmp_path))
+    with pytest.raises(UsageError, match="one process does not fit: weights 74.1 KB, .*; fewer"):
+        language_model.main(given)
+    assert seen == [torch.device("cpu")]
 
 
 def test_bytes_of_each_engine():

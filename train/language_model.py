@@ -273,6 +273,7 @@ def main(cfg: Config) -> int:
         return lr_used * 0.5 * (1 + math.cos(math.pi * progress))
 
     # ---- Prepare -----------------------------------------------------------------------------
+    preflight.check_memory(accelerator, model, optimizer)
     model, optimizer = accelerator.prepare(model, optimizer)  # on the device, in DDP, compiled
     plain_model = accelerator.unwrap_model(model, keep_torch_compile=False)
     seed_dropout(cfg.seed, accelerator.process_index)  # from here on the ranks' numbers differ

@@ -1,5 +1,6 @@
 """`--preflight`: the script's own model, data, loss and update, checked on its own machines.
 
+preflight.check_memory(accelerator, model, optimizer)  # before `prepare`: raises if it cannot fit
 job = preflight.Job(accelerator, model, optimizer, bn_plan, directory, asdict(cfg), built)
 job.set_data(train_loader, test_loader, num_classes=10)
 job.set_functions(update, compute_loss, learning_rate, evaluate)
@@ -10,6 +11,7 @@ preflight.check_start(job)            # the cheap part, at every start; raises o
 
 from utils.preflight.checks import check_all, check_start
 from utils.preflight.job import Job
+from utils.preflight.memory import check_memory
 from utils.preflight.state import fingerprint
 
-__all__ = ["Job", "check_all", "check_start", "fingerprint"]
+__all__ = ["Job", "check_all", "check_memory", "check_start", "fingerprint"]

@@ -5,8 +5,11 @@ from typing import NamedTuple
 
 import psutil
 import torch
+from accelerate import Accelerator
 
+from utils.distributed import gather_objects
 from utils.engines import engine_name
+from utils.errors import UsageError
 from utils.preflight.job import FAIL, PASS, WARN, Finding, Job, Steps
 from utils.preflight.report import size_text
 from utils.preflight.state import inner_optimizer
@@ -31,6 +34,27 @@ def memory(job: Job) -> Steps:
     total, local = (min(answer[key] for answer in everyone) for key in ("total", "local"))
     on_cpu, engine = job.device.type == "cpu", engine_name(job.accelerator)
     return judge_memory(sizes, engine, job.plan.num_processes, local, total, on_cpu)
+
+
+def check_memory(
+    accelerator: Accelerator, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    """UsageError where the model cannot fit, before `prepare` sends it to the device.
+
+    All processes call it, and the smallest device decides for all.
+    """
+    device, local = accelerator.device, local_world_size()
+    total = min(gather_objects(_device_bytes(device)))
+    found = judge_memory(
+        count_bytes(model, optimizer),
+        engine_name(accelerator),
+        accelerator.num_processes,
+        local,
+        total,
+        on_cpu=device.type == "cpu",
+    )
+    if found.result == FAIL:
+        raise UsageError(f"{found.seen}; {found.remedy}")
 
 
 def count_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Bytes:
