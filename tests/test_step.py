@@ -1,14 +1,25 @@
 """What an update of the real scripts costs: host reads, collectives, compilations."""
 
+import importlib
 import os
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests import (
+    test_cifar_fast,
+    test_detection,
+    test_image_folder,
+    test_language_model,
+    test_segmentation,
+)
 from tests.scripts import small_cifar, small_data
+from utils.window import WindowLoader
 
 FIRST, LAST, TOTAL = 3, 5, 7  # the updates that are looked at; all buffers are made before
 
@@ -96,27 +107,26 @@ def test_host_reads_and_collectives_of_an_update(pool, tmp_path, micro, group, b
         assert sum(found["collectives"].values()) == updates * (layers + 1 + 1 + 1)
 
 
-def run_compiled(backend: str, given: dict, data) -> list[int]:
-    """The number of graphs that were compiled so far, at each update."""
+def run_compiled(name: str, backend: str, given: dict, data=None) -> list[int]:
+    """The number of graphs that were compiled so far, at each update of a script and at its end."""
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
     counters.clear()
     os.environ["ACCELERATE_DYNAMO_BACKEND"] = backend
     graphs = []
-    with small_cifar(data, torch.float32) as cifar:
-        iterate = cifar.WindowLoader.__iter__
+    iterate = WindowLoader.__iter__
 
-        def counted(loader):
-            for one in iterate(loader):
-                graphs.append(counters["stats"]["unique_graphs"])
-                yield one
+    def counted(loader):
+        for one in iterate(loader):
+            graphs.append(counters["stats"]["unique_graphs"])
+            yield one
 
-        cifar.WindowLoader.__iter__ = counted
-        try:
-            assert cifar.main(cifar.Config(**{"tracker": "none", **given})) == 0
-        finally:
-            cifar.WindowLoader.__iter__ = iterate
+    script = importlib.import_module(f"train.{name}")
+    on_data = small_cifar(data, torch.float32) if data is not None else nullcontext()
+    with mock.patch.object(WindowLoader, "__iter__", counted), on_data:
+        assert script.main(script.Config(**{"tracker": "none", **given})) == 0
+    assert torch.distributed.get_world_size() == 2
     return [*graphs, counters["stats"]["unique_graphs"]]
 
 
@@ -127,6 +137,41 @@ def test_compiled_once(pool, tmp_path: Path, backend):
     given = dict(output_dir=str(tmp_path), global_batch_size=16, micro_batch_size=4)
     given |= dict(bn_group=8, epochs=2)
     data = small_data(num_train=48, num_test=20)
-    for graphs in pool.run(2, run_compiled, backend, given, data, init=False, timeout=600):
+    for graphs in pool.run(2, run_compiled, "cifar", backend, given, data, init=False, timeout=600):
         assert graphs[0] == 0 and graphs[1] > 0
         assert graphs[1:] == [graphs[1]] * 6
+
+
+def small_run(name: str, folder: Path) -> dict:
+    """Flags of this script, for six updates or more on small data of its kind."""
+    run, data = folder / "run", folder / "data"
+    if name == "cifar_fast":
+        given = test_cifar_fast.recipe(run, bn_group=16, max_steps=6)
+        return given | dict(dataset="digits", subset=96)
+    if name == "image_folder":
+        test_image_folder.make_folder(data)
+        return test_image_folder.recipe(run, data, bn_group=12)
+    if name == "segmentation":
+        return test_segmentation.config(test_segmentation.make_folder(data), run)
+    if name == "detection":
+        return test_detection.config(test_detection.make_folder(data), run, epochs=5)
+    return test_language_model.config(test_language_model.make_text(data), run, max_steps=6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        "cifar_fast",
+        "image_folder",
+        "segmentation",
+        pytest.param("detection", marks=test_detection.evaluator),
+        "language_model",
+    ],
+)
+def test_every_script_compiles(pool, tmp_path, name):
+    """Groups span the processes; nothing is compiled after the first update."""
+    given = small_run(name, tmp_path)
+    for graphs in pool.run(2, run_compiled, name, "aot_eager", given, init=False, timeout=600):
+        assert graphs[0] == 0 and graphs[1] > 0 and len(graphs) > 3
+        assert set(graphs[1:]) == {graphs[1]}, graphs

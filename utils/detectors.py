@@ -105,6 +105,7 @@ class _ByImage(nn.Module):
     Targets are torchvision's, with "key" (int64, 0-d): 64 random bits of the sample and epoch.
     """
 
+    @torch.compiler.disable(recursive=False)  # as _without_compiler
     def forward(self, images: Tensor, targets: list[dict[str, Tensor]] | None = None) -> Any:
         if targets is None:
             return super().forward(images)  # type: ignore[misc]
@@ -118,6 +119,7 @@ class _ByImage(nn.Module):
             for part, mode in zip(parts, modes, strict=True):
                 part.training = mode
 
+    @torch.compiler.disable(recursive=False)
     def loss_sums(self, images: Tensor, targets: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         losses = super().forward(images, targets)  # type: ignore[misc]
         return {name: loss * len(targets) for name, loss in losses.items()}
@@ -127,6 +129,7 @@ class _TwoStage(_ByImage):
     """Each stage's losses are sums over its sampled regions, divided by as many as asked for: an
     image in which it has found fewer counts by what it has."""
 
+    @torch.compiler.disable(recursive=False)
     def loss_sums(self, images: Tensor, targets: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         rpn: Any = self.rpn.fg_bg_sampler  # type: ignore
         heads: Any = self.roi_heads.fg_bg_sampler  # type: ignore
@@ -139,6 +142,7 @@ class _TwoStage(_ByImage):
 class _SingleStage(_ByImage):
     """Losses of each image by itself: SSD and FCOS would divide by the matches of the batch."""
 
+    @torch.compiler.disable  # as _without_compiler
     def compute_loss(self, targets, head_outputs, anchors, *others) -> dict[str, Tensor]:
         losses = []
         for i, target in enumerate(targets):
@@ -210,9 +214,21 @@ def by_image(model: nn.Module) -> nn.Module:
             part.fg_bg_sampler = KeyedSampler(part.fg_bg_sampler, stream)  # type: ignore
         model.rpn.__class__ = _Proposals
         model.rpn.second_stage = model.roi_heads.fg_bg_sampler  # type: ignore
+    for part in (model.transform, *((model.rpn, model.roi_heads) if two_stages else ())):
+        part.__class__ = _without_compiler(type(part))
     kind = _TwoStage if two_stages else _SingleStage
-    model.__class__ = type(type(model).__name__, (kind, type(model)), {})
+    plain = _without_compiler(type(model), recursive=False)
+    model.__class__ = type(type(model).__name__, (kind, plain), {})
     return model
+
+
+def _without_compiler(kind: type, recursive: bool = True) -> Any:
+    """A class whose forward pass stays out of torch.compile, which takes the backbone.
+
+    The numbers of boxes and regions change with each image: it would compile again and again.
+    """
+    forward = torch.compiler.disable(kind.forward, recursive)  # type: ignore[attr-defined]
+    return type(kind.__name__, (kind,), {"forward": forward})
 
 
 def freeze_batchnorm(module: nn.Module) -> None:
