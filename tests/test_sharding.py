@@ -489,8 +489,10 @@ def test_a_model_that_cannot_fit_is_refused_before_prepare(monkeypatch, tokens, 
 def test_bytes_of_each_engine():
     """The table of accelerate_configs/README.md, for a billion parameters."""
     sizes = Bytes(4 * GB, 4 * GB, 8 * GB)
-    sharded = {"FSDP2": 2 * GB, "ZeRO-3": 2 * GB}
-    assert bytes_per_process(sizes, 8, 8) == {"DDP": 16 * GB, "ZeRO-2": 6 * GB, **sharded}
+    zero = {"ZeRO-2": 6 * GB, "ZeRO-3": 4 * GB}
+    expected = {"DDP": 16 * GB, "HSDP": 2 * GB, "FSDP2": 2 * GB, **zero}
+    assert bytes_per_process(sizes, 8, 8) == expected
+    assert bytes_per_process(sizes, 4, 4)["ZeRO-3"] == 5 * GB
     assert bytes_per_process(sizes, 16, 8)["HSDP"] == 2 * GB
     assert bytes_per_process(sizes, 1, 1)["DDP"] == 16 * GB
 
@@ -507,6 +509,8 @@ def test_bytes_of_each_engine():
         ("FSDP2", 8, 8, 15, PASS, ""),
         ("FSDP2", 2, 2, 6, FAIL, "FSDP2 does not fit.*on 4 GPUs or more"),
         ("HSDP", 16, 4, 5, WARN, "HSDP leaves little .*FSDP2 fits"),
+        ("HSDP", 4, 4, 15, PASS, "4 GB with HSDP"),  # all of them shard: as FSDP2
+        ("ZeRO-3", 8, 8, 5, WARN, "ZeRO-3 leaves little .*FSDP2 fits"),
     ],
 )
 def test_memory_names_the_engine_that_fits(engine, processes, local, total, result, words):

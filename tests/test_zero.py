@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType
+from accelerate.utils import DeepSpeedPlugin, DistributedType
 from safetensors.torch import load_file
 from torch.distributed.distributed_c10d import _world
 
@@ -25,7 +25,7 @@ from tests.scripts import read_run, relative_difference
 from tests.test_language_model import assert_same_run, config, make_text, run
 from tests.test_sharding import nan_in_the_second_update
 from train import language_model
-from utils import start
+from utils import start, zero
 from utils.distributed import collective_timeout
 from utils.token_sets import load_tokens
 
@@ -64,8 +64,15 @@ def zero_on_the_cpu(environment: dict):
                 comm.init_distributed("gloo")
         open_state(self, mixed_precision, **kwargs)
 
+    def plugin(**kwargs):
+        """ZeRO-3 keeps small parameters whole: here the vectors alone, as in a model of size."""
+        made = DeepSpeedPlugin(**kwargs)
+        made.deepspeed_config["zero_optimization"]["stage3_param_persistence_threshold"] = 100
+        return made
+
     with (
         mock.patch.object(AcceleratorState, "__init__", open_as_gpu),
+        mock.patch.object(zero, "DeepSpeedPlugin", plugin),
         mock.patch.object(start, "_check_launcher", lambda on_cpu, asked: None),
     ):
         yield

@@ -99,6 +99,12 @@ def gather_objects(value: T) -> Sequence[T]:
     return values
 
 
+def set_timeout(group: Any, timeout: timedelta) -> None:
+    """Of the collectives of a process group; torch 2.14 has a public name for it."""
+    change = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    change(timeout, group)
+
+
 class NoteBoard:
     """Short notes between the processes outside of any collective, so when one hangs too.
 

@@ -17,8 +17,8 @@ from accelerate.utils import (
     get_int_from_env,
     parse_flag_from_env,
 )
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from utils.distributed import set_timeout
 from utils.errors import UsageError
 
 CPU_LAUNCH = "accelerate launch --config_file accelerate_configs/cpu_2.yaml SCRIPT"
@@ -143,7 +143,7 @@ def set_timeouts(accelerator: Accelerator, timeout: timedelta) -> None:
     mesh: Any = accelerator.torch_device_mesh
     if sizes is not None and mesh is not None:
         for group in mesh[tuple(sizes.fsdp_dim_names)].get_all_groups():
-            _set_pg_timeout(timeout, group)
+            set_timeout(group, timeout)
 
 
 def fsdp_plugin() -> FullyShardedDataParallelPlugin | None:

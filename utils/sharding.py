@@ -1,4 +1,4 @@
-"""Tensors of which each process holds a part (FSDP2's DTensors): put together, and parted again.
+"""Tensors of which each process holds a part (DTensors, DeepSpeed's): put together, parted again.
 
 Plain tensors pass as they are, so nobody has to ask which engine runs.
 """
@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from utils.distributed import rank
+
 
 def is_sharded(tree: Any) -> bool:
     """Whether a tensor in these nested lists and dicts is a part of one."""
@@ -16,7 +18,15 @@ def is_sharded(tree: Any) -> bool:
 
 def own_part(value: Any) -> Any:
     """Of a sharded tensor, what this process holds."""
+    if hasattr(value, "ds_tensor"):  # ZeRO-3: equal parts, the last ones filled up
+        size = value.ds_tensor.numel()
+        return value.ds_tensor[: max(0, value.ds_numel - rank() * size)]
     return value.to_local() if hasattr(value, "to_local") else value
+
+
+def numel(tensor: torch.Tensor) -> int:
+    """Of the whole tensor."""
+    return getattr(tensor, "ds_numel", tensor.numel())
 
 
 def put_together(value: Any) -> Any:

@@ -1,9 +1,9 @@
 """DeepSpeed's ZeRO-2 and ZeRO-3 as these scripts train: same recipe, same checkpoints.
 
-Weights, gradients and optimizer state are float32, and bf16 is autocast, as with every other
-engine. DeepSpeed takes the optimizer's step within the last backward pass of an update, clipped by
-its own settings; where the gradient is not finite it leaves everything as it was, so that
-`Guard.check` can come after it. Rajbhandari et al. 2020, arxiv.org/abs/1910.02054.
+Weights, gradients and optimizer state are float32, and bf16 is autocast, as with DDP. DeepSpeed
+takes the optimizer's step within the last backward pass of an update, clipped by its own settings;
+where the gradient is not finite it leaves everything as it was, so that `Guard.check` can come
+after it. Rajbhandari et al. 2020, arxiv.org/abs/1910.02054.
 """
 
 import os
@@ -16,9 +16,9 @@ from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin, convert_outputs_to_fp32
 from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper
 from torch import nn
-from torch.distributed.distributed_c10d import _set_pg_timeout, _world
+from torch.distributed.distributed_c10d import _world
 
-from utils.distributed import collective_timeout, rank, world_size
+from utils.distributed import collective_timeout, rank, set_timeout, world_size
 
 
 class ZeroAccelerator(Accelerator):
@@ -28,6 +28,7 @@ class ZeroAccelerator(Accelerator):
         plugin = DeepSpeedPlugin(gradient_accumulation_steps="auto")  # type: ignore[arg-type]
         config = plugin.deepspeed_config  # "auto": as the script says until `prepare`
         config["gradient_clipping"] = max_grad_norm  # 0 as well, which means none
+        config["timers"] = {"throughput": {"enabled": False}}  # it waits for the GPU in each pass
         config["train_micro_batch_size_per_gpu"] = 1  # only printed: batches come from the script
         for low in ("bf16", "fp16"):  # the weights would be low precision too
             config[low] = {"enabled": False}
@@ -46,7 +47,7 @@ class ZeroAccelerator(Accelerator):
             model.forward = convert_outputs_to_fp32(autocast(model.forward))
         engine, wrapped = super().prepare(model, optimizer)
         for group in list(_world.pg_map):  # DeepSpeed's own among them, with torch's 10 minutes
-            _set_pg_timeout(collective_timeout(), group)
+            set_timeout(group, collective_timeout())
         model.register_state_dict_post_hook(_name_parts)
         model.register_load_state_dict_pre_hook(_take_parts)
         model.register_load_state_dict_post_hook(partial(_refresh, wrapped.optimizer))
@@ -136,23 +137,25 @@ class ZeroPart:
     def full_tensor(self) -> torch.Tensor:
         """The whole, on its device; called by all processes."""
         p, (start, own) = self.parameter, self._held()
-        shape, size = p.shape, p.numel()
         if hasattr(p, "ds_tensor"):
-            shape, size = p.ds_shape, world_size() * own.numel()
-        elif not self.key:
+            full = own.new_empty(world_size() * own.numel())
+            dist.all_gather_into_tensor(full, own)
+            return full[: p.ds_numel].view(p.ds_shape)
+        if not self.key:
             return own
-        full = own.new_zeros(size)
+        full = own.new_zeros(p.numel())
         full[start : start + own.numel()] = own
         dist.all_reduce(full)
-        return full[: shape.numel()].view(shape)
+        return full.view(p.shape)
 
     def set(self, value: torch.Tensor) -> None:
         """Take this process's part of a whole tensor; nothing is sent."""
         start, own = self._held()
         part = value.flatten()[start : start + own.numel()]
         own.view(-1)[: len(part)].copy_(part)
-        if not self.key and self.parameter.shape == value.shape:  # ZeRO-3: small ones stay whole
-            self.parameter.data.copy_(value)
+        p = self.parameter
+        if not self.key and hasattr(p, "ds_tensor") and p.shape == value.shape:
+            p.data.copy_(value)  # small ones stay whole besides
 
     def _held(self) -> tuple[int, torch.Tensor]:
         """Where in the flat parameter the part begins, and the part itself."""

@@ -22,6 +22,7 @@ from utils.preflight.schedule import schedule
 from utils.preflight.speed import network, speed
 from utils.preflight.state import fingerprint
 from utils.preflight.world import devices, world
+from utils.sharding import numel
 
 ALL = (
     Check("world", world),
@@ -89,6 +90,6 @@ def _introduce(job: Job) -> dict[str, object]:
         "host": socket.gethostname(),
         "device": str(job.device),
         "samples": job.sampler.steps_per_epoch * job.plan.micro_batch_size * job.plan.accumulation,
-        "parameters": sum(p.numel() for p in job.plain_model.parameters()),
+        "parameters": sum(numel(p) for p in job.plain_model.parameters()),
         "fingerprint": hashlib.sha256(values.encode()).hexdigest()[:12],
     }

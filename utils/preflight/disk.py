@@ -15,7 +15,8 @@ from utils.backends import has_wandb_key
 from utils.preflight.job import FAIL, PASS, WARN, Finding, Job, Steps
 from utils.preflight.report import size_text
 from utils.preflight.runner import name_ranks
-from utils.preflight.state import fingerprint, restored
+from utils.preflight.state import fingerprint, restored, zero_parts
+from utils.sharding import numel
 
 FOLDER = ".preflight"  # in the run directory, removed afterwards
 SAVE_SECONDS = 30.0  # that a launcher leaves after SIGTERM
@@ -76,14 +77,14 @@ def _save_and_load(job: Job, path: Path, on_each_node: bool) -> dict[str, Any]:
     with restored(job):
         model = job.plain_model if job.is_sharded else copy.deepcopy(job.plain_model)
         with torch.no_grad():
-            for tensor in (*model.parameters(), *model.buffers()):
+            for tensor in (*zero_parts(job), *model.parameters(), *model.buffers()):
                 tensor.zero_()
         checkpoint.load_checkpoint(found, model=model)
         loaded = fingerprint(model)
     names = job.plain_model.state_dict().keys()  # not the buffers that are left out on purpose
     size = sum(file.stat().st_size for file in found.path.iterdir())
     # Momentum and the like come with the first update: at most twice the weights, as in Adam.
-    weights = sum(p.numel() * p.element_size() for p in job.plain_model.parameters())
+    weights = sum(numel(p) * p.element_size() for p in job.plain_model.parameters())
     return {
         "missing": False,
         "differs": [name for name in names if name in ours and ours[name] != loaded[name]],

@@ -1,7 +1,8 @@
 """The check of the memory: what weights, gradients and optimizer take under each engine."""
 
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -13,6 +14,7 @@ from utils.errors import UsageError
 from utils.preflight.job import FAIL, PASS, WARN, Finding, Job, Steps
 from utils.preflight.report import size_text
 from utils.preflight.state import inner_optimizer
+from utils.sharding import numel
 from utils.start import local_world_size
 
 FILES = {"HSDP": "hsdp.yaml", "FSDP2": "fsdp2.yaml"}  # the one that sends less first
@@ -29,11 +31,8 @@ class Bytes(NamedTuple):
 
 def memory(job: Job) -> Steps:
     """Bytes of the model for each process under each engine, and which of them fit."""
-    sizes = count_bytes(job.plain_model, inner_optimizer(job))
-    everyone = yield {"total": _device_bytes(job.device), "local": local_world_size()}
-    total, local = (min(answer[key] for answer in everyone) for key in ("total", "local"))
-    on_cpu, engine = job.device.type == "cpu", engine_name(job.accelerator)
-    return judge_memory(sizes, engine, job.plan.num_processes, local, total, on_cpu)
+    everyone = yield _facts(job.accelerator)
+    return _judge(job.accelerator, job.plain_model, inner_optimizer(job), everyone)
 
 
 def check_memory(
@@ -43,16 +42,7 @@ def check_memory(
 
     All processes call it, and the smallest device decides for all.
     """
-    device, local = accelerator.device, local_world_size()
-    total = min(gather_objects(_device_bytes(device)))
-    found = judge_memory(
-        count_bytes(model, optimizer),
-        engine_name(accelerator),
-        accelerator.num_processes,
-        local,
-        total,
-        on_cpu=device.type == "cpu",
-    )
+    found = _judge(accelerator, model, optimizer, gather_objects(_facts(accelerator)))
     if found.result == FAIL:
         raise UsageError(f"{found.seen}; {found.remedy}")
 
@@ -61,7 +51,7 @@ def count_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Byt
     """Of a model, sharded or not, and of what its optimizer will keep after the first update."""
 
     def size(tensor: torch.Tensor) -> int:
-        return getattr(tensor, "ds_numel", tensor.numel()) * tensor.element_size()  # whole, in ZeRO
+        return numel(tensor) * tensor.element_size()
 
     weights = sum(size(tensor) for tensor in [*model.parameters(), *model.buffers()])
     gradients = sum(size(p) for p in model.parameters() if p.requires_grad)
@@ -76,20 +66,20 @@ def count_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Byt
 def bytes_per_process(sizes: Bytes, num_processes: int, local: int) -> dict[str, float]:
     """By engine, the one that sends least first.
 
+    ZeRO's optimizer steps a copy of its part of the weights, and `prepare` begins with the whole
+    model on each device.
+
     Args:
-        local: processes on a machine, between which HSDP shards.
+        local: processes between which HSDP shards: those of a machine.
     """
     weights, gradients, optimizer = sizes
-    engines = {
+    return {
         "DDP": weights + gradients + optimizer,
         "ZeRO-2": weights + (weights + gradients + optimizer) / num_processes,
         "HSDP": (weights + gradients + optimizer) / local,
         "FSDP2": (weights + gradients + optimizer) / num_processes,
-        "ZeRO-3": (weights + gradients + optimizer) / num_processes,
+        "ZeRO-3": max(weights, (2 * weights + gradients + optimizer) / num_processes),
     }
-    if local in (1, num_processes):  # HSDP would be DDP, or FSDP2
-        del engines["HSDP"]
-    return engines
 
 
 def judge_memory(
@@ -97,6 +87,8 @@ def judge_memory(
 ) -> Finding:
     """Whether `engine` fits the `total` bytes of each process's device, and which one would."""
     needed = bytes_per_process(sizes, num_processes, local)
+    if engine != "HSDP" and local in (1, num_processes):  # it would be DDP, or FSDP2
+        del needed["HSDP"]
     seen = ", ".join(f"{name} {size_text(size)}" for name, size in sizes._asdict().items())
     if num_processes > 1:
         each = ", ".join(f"{size_text(size)} with {name}" for name, size in needed.items())
@@ -119,6 +111,27 @@ def judge_memory(
     enough = math.ceil(sum(sizes) / (SHARE * total))
     remedy = f"FSDP2 (accelerate_configs/fsdp2.yaml) on {enough} GPUs or more, or a smaller model"
     return Finding(result, seen, remedy)
+
+
+def _facts(accelerator: Accelerator) -> tuple[int, int]:
+    """Bytes of this process's device, and between how many processes HSDP shards, or would."""
+    sizes: Any = accelerator.parallelism_config
+    is_hsdp = engine_name(accelerator) == "HSDP"
+    shard = sizes.dp_shard_size if is_hsdp else local_world_size()
+    return _device_bytes(accelerator.device), shard
+
+
+def _judge(accelerator: Accelerator, model, optimizer, everyone: Sequence) -> Finding:
+    """Of all processes' facts: the smallest device decides."""
+    total, shard = (min(values) for values in zip(*everyone, strict=True))
+    return judge_memory(
+        count_bytes(model, optimizer),
+        engine_name(accelerator),
+        accelerator.num_processes,
+        shard,
+        total,
+        on_cpu=accelerator.device.type == "cpu",
+    )
 
 
 def _device_bytes(device: torch.device) -> int:

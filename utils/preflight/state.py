@@ -21,7 +21,7 @@ DROPOUTS = "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dr
 
 def checksum(tensor: Tensor) -> str:
     """Of the bits, in their order, of this process's part; dtype and shape are part of it."""
-    tensor = own_part(tensor.detach())
+    tensor = own_part(tensor).detach()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     bits = tensor.contiguous().reshape(-1)
@@ -54,6 +54,11 @@ def inner_optimizer(job: Job) -> torch.optim.Optimizer:
     return optimizer
 
 
+def zero_parts(job: Job) -> list[Tensor]:
+    """What DeepSpeed holds of the weights beside the model's parameters."""
+    return job.optimizer.held() if isinstance(job.optimizer, ZeroOptimizer) else []
+
+
 def generator_states() -> dict[str, Any]:
     """Of the global generators: torch's, of Python and, where it is in use, of numpy."""
     states: dict[str, Any] = {"torch": torch.get_rng_state(), "random": random.getstate()}
@@ -81,8 +86,7 @@ def set_generator_states(states: dict[str, Any]) -> None:
 def restored(job: Job) -> Iterator[None]:
     """Afterwards the weights, buffers, optimizer, generators and counters are as before."""
     model, optimizer, accelerator = job.plain_model, inner_optimizer(job), job.accelerator
-    more = job.optimizer.held if isinstance(job.optimizer, ZeroOptimizer) else list
-    tensors = [*more(), *model.parameters(), *model.buffers()]
+    tensors = [*zero_parts(job), *model.parameters(), *model.buffers()]
     values = [tensor.detach().clone() for tensor in tensors]
     modes = {module: module.training for module in model.modules()}
     state = {p: {k: _copy(v) for k, v in s.items()} for p, s in optimizer.state.items()}
@@ -95,7 +99,7 @@ def restored(job: Job) -> Iterator[None]:
     try:
         yield
     finally:
-        more()
+        zero_parts(job)
         with torch.no_grad():
             for tensor, value in zip(tensors, values, strict=True):
                 tensor.copy_(value)
