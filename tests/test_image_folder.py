@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import shutil
 from contextlib import contextmanager
 from pathlib import Path
@@ -406,6 +407,8 @@ def preflight(config: dict, mean_loss: bool) -> dict:
             code = script.main(script.Config(**{"tracker": "none", "preflight": True, **config}))
         finally:
             script.compute_loss = saved
+    if os.environ.get("RANK", "0") != "0":  # the main process writes it, maybe later
+        return {}
     report = json.loads((Path(config["output_dir"]) / "preflight.json").read_text())
     return {"code": code, "report": report}
 

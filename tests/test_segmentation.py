@@ -274,6 +274,8 @@ def run_preflight(given: dict, mean_loss: bool) -> dict:
         code = segmentation.main(segmentation.Config(**given, preflight=True))
     finally:
         segmentation.compute_loss = compute_loss
+    if os.environ["RANK"] != "0":  # the main process writes the report, maybe later
+        return {}
     report = json.loads((Path(given["output_dir"]) / "preflight.json").read_text())
     return {"code": code, "checks": {e["check"]: e for e in report["checks"]}}
 
