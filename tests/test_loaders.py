@@ -2,9 +2,13 @@
 
 import multiprocessing
 import os
+import random
 import signal
+import time
 
+import psutil
 import pytest
+import torch.distributed as dist
 
 from utils.loaders import SIGNALS, SteadyLoader, ignore_signals
 
@@ -27,3 +31,37 @@ def test_a_signal_while_it_starts_does_not_end_it(method):
     finally:
         multiprocessing.set_start_method(before, force=True)
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & set(SIGNALS)  # not held any more
+
+
+def stuck_children(forks: int) -> int:
+    """How many children of os.fork, right after a collective, do not come to their first line."""
+    import utils.loaders  # noqa: F401  its hook is what is tested
+
+    rank, stuck = dist.get_rank(), 0
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {sorted(cores)[rank % min(len(cores), 2)]})  # gloo's threads must wait
+    try:
+        for number in range(forks):
+            dist.all_gather_object([None] * dist.get_world_size(), number)
+            deadline = time.perf_counter() + random.Random(number + rank).choice((0, 1e-4, 1e-3))
+            while time.perf_counter() < deadline:
+                pass
+            pid = os.fork()
+            if not pid:
+                os._exit(0)
+            try:
+                psutil.Process(pid).wait(timeout=5.0)
+            except psutil.TimeoutExpired:
+                stuck += 1
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+    finally:
+        os.sched_setaffinity(0, cores)
+    return stuck
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cannot pin a process to a core")
+def test_a_fork_right_after_a_collective_does_not_hang(pool):
+    """gh-112275: about one fork in 60 did, in CPython 3.11.7 and four processes on two cores."""
+    assert pool.run(4, stuck_children, 150) == [0, 0, 0, 0]

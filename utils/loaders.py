@@ -6,6 +6,7 @@ Launchers signal them too, and a signal that ended one would be taken for a fail
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,12 @@ SIGNALS = [
     for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
     if hasattr(signal, name)  # Windows has two of them
 ]
+
+# CPython before 3.10.15 and 3.11.10 (gh-112275): a child hangs for ever when, at the fork, another
+# thread holds the lock of the list of threads; gloo's take it to drop the tensors of a collective.
+# This call waits for that lock and gives it back, right before the fork.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=sys._current_frames)
 
 
 class SteadyLoader(DataLoader):
