@@ -22,12 +22,12 @@ def one_core():
 
 
 def test_overhead(one_core, tmp_path, capsys):
-    tiny = "--pairs 2 --updates 1 --warm-up 1 --images 300 --processes 1 --precisions float32"
+    tiny = "--rounds 2 --updates 1 --images 300 --processes 1 --precisions float32"
     file = tmp_path / "overhead.json"
     status = overhead.main([*tiny.split(), "--json", str(file)])
     [row] = json.loads(file.read_text())["rows"]
     assert len(row["seconds"]) == 2
-    assert all(0 < seconds < 60 for pair in row["seconds"] for seconds in pair)
+    assert all(0 < seconds < 60 for blocks in row["seconds"] for seconds in blocks)
     low, high = row["interval"]
     assert low <= row["ratio"] <= high
     assert 0 < row["wait"] < 1
@@ -41,9 +41,12 @@ def test_overhead(one_core, tmp_path, capsys):
     ("ratio", "wait", "status"), [(1.02, 0.01, 0), (1.04, 0.01, 1), (1.02, 0.03, 1)]
 )
 def test_exit_status_of_overhead(ratio, wait, status, capsys):
-    rows = [overhead.figures(size, "float32", [(ratio, 1.0)] * 9, wait, 2) for size in (1, 2)]
+    seconds = [(ratio, 1.0, 0.5)] * 9
+    rows = [overhead.figures(size, "float32", seconds, wait, 2) for size in (1, 2)]
     assert overhead.report(rows) == status
-    assert f"2 x float32 {ratio:.3f} ({ratio:.3f} to {ratio:.3f})" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert f"2 x float32 {ratio:.3f} ({ratio:.3f} to {ratio:.3f})" in output
+    assert f"| {2 * ratio:.3f} ({2 * ratio:.3f} to {2 * ratio:.3f}) |" in output
 
 
 @pytest.mark.slow

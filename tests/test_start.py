@@ -271,7 +271,7 @@ PAGE_FAULTS = """
 import resource, torch
 from utils import start
 
-start._keep_freed_memory()
+start.keep_freed_memory()
 for turn in range(11):
     if turn == 1:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -133,7 +133,7 @@ def open_accelerator(
         )
     if on_cpu:
         _share_cores()
-        _keep_freed_memory()
+        keep_freed_memory()
     elif torch.cuda.is_available():
         torch.set_float32_matmul_precision("high")  # TF32, as convolutions have it by default
     return accelerator
@@ -210,6 +210,20 @@ def world_line(accelerator: Accelerator) -> str:
     )
 
 
+def keep_freed_memory() -> None:
+    """Have glibc keep the memory of freed tensors for the next ones.
+
+    It gives large blocks back to the system, which hands them out again page by page, zeroed: in
+    each update 10,000 page faults, a tenth of a ResNet-18's time. Other systems stay as they are.
+    """
+    if platform.libc_ver()[0] != "glibc":
+        return
+    mmap_threshold, trim_threshold = -3, -1  # M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of malloc.h
+    libc = ctypes.CDLL(None)
+    libc.mallopt(mmap_threshold, 2**30)  # bytes: larger blocks still go back
+    libc.mallopt(trim_threshold, 2**31 - 1)
+
+
 def _meeting_place() -> str | None:
     """How the processes find each other: None, or for torchrun's own a place of its own.
 
@@ -271,20 +285,6 @@ def _share_cores() -> None:
     threads = torch.get_num_threads()
     launched = any(name in os.environ for name in ("LOCAL_RANK", "ACCELERATE_MIXED_PRECISION"))
     torch.set_num_threads(share if threads == 1 and launched else min(threads, share))
-
-
-def _keep_freed_memory() -> None:
-    """Have glibc keep the memory of freed tensors for the next ones.
-
-    It gives large blocks back to the system, which hands them out again page by page, zeroed: in
-    each update 10,000 page faults, a tenth of a ResNet-18's time. Other systems stay as they are.
-    """
-    if platform.libc_ver()[0] != "glibc":
-        return
-    mmap_threshold, trim_threshold = -3, -1  # M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of malloc.h
-    libc = ctypes.CDLL(None)
-    libc.mallopt(mmap_threshold, 2**30)  # bytes: larger blocks still go back
-    libc.mallopt(trim_threshold, 2**31 - 1)
 
 
 def _has_nvidia_gpu() -> bool:
