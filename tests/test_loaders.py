@@ -35,8 +35,6 @@ def test_a_signal_while_it_starts_does_not_end_it(method):
 
 def stuck_children(forks: int) -> int:
     """How many children of os.fork, right after a collective, do not come to their first line."""
-    import utils.loaders  # noqa: F401  its hook is what is tested
-
     rank, stuck = dist.get_rank(), 0
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {sorted(cores)[rank % min(len(cores), 2)]})  # gloo's threads must wait
