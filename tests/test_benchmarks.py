@@ -41,7 +41,7 @@ def test_overhead(one_core, tmp_path, capsys):
     ("ratio", "wait", "status"), [(1.02, 0.01, 0), (1.04, 0.01, 1), (1.02, 0.03, 1)]
 )
 def test_exit_status_of_overhead(ratio, wait, status, capsys):
-    seconds = [(ratio, 1.0, 0.5)] * 9
+    seconds = [(ratio, 0.5, 1.0)] * 9
     rows = [overhead.figures(size, "float32", seconds, wait, 2) for size in (1, 2)]
     assert overhead.report(rows) == status
     output = capsys.readouterr().out
