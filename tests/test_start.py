@@ -17,7 +17,7 @@ import torch
 from accelerate.utils import DistributedType
 
 from tests.conftest import REPOSITORY
-from utils import start
+from utils import meeting, start
 from utils.errors import UsageError
 
 LAUNCH_VARIABLES = re.compile(
@@ -294,9 +294,9 @@ def test_the_processes_of_one_start_agree_on_a_place_of_their_own():
     places = []
     for _ in range(2):
         with ThreadPoolExecutor() as threads:
-            own = [threads.submit(start._agree_on_place, store, rank, 3) for rank in range(3)]
+            own = [threads.submit(meeting.agree_on_place, store, rank, 3) for rank in range(3)]
         found = {one.result(timeout=60) for one in own}
         assert len(found) == 1
         places += found
     assert len(set(places)) == 2
-    assert start._agree_on_place(store, 0, 1) not in places
+    assert meeting.agree_on_place(store, 0, 1) not in places

@@ -11,8 +11,6 @@ import os
 import platform
 import shutil
 import socket
-import time
-from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -29,9 +27,6 @@ from accelerate.utils import (
     get_int_from_env,
     parse_flag_from_env,
 )
-from torch.distributed import DistStoreError
-from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
 from utils.console import open_log
 from utils.distributed import collective_timeout
@@ -48,11 +43,11 @@ from utils.engines import (
     uses_zero,
 )
 from utils.errors import UsageError
+from utils.meeting import meeting_place
 from utils.order import hash64
 from utils.zero import ZeroAccelerator
 
 MOST_WORKERS = 8
-PLACE = "place"  # the scheme of our own address, in torch's way to name them
 # PowerSGD (Vogels et al. 2019, arxiv.org/abs/1905.13727): an n x m gradient is sent as n x RANK and
 # m x RANK numbers where that is less than half, and what it leaves out is added to the next one.
 # Before update START, the steepest part of the training, gradients are sent whole.
@@ -117,7 +112,7 @@ def open_accelerator(
                 bucket_cap_mb=ONE_BUCKET if comm_hook == "powersgd" and on_cpu else 25,
             ),
             InitProcessGroupKwargs(
-                init_method=_meeting_place(),
+                init_method=meeting_place(),
                 timeout=collective_timeout(timedelta(seconds=6 * hang_timeout)),
             ),
         ],
@@ -222,51 +217,6 @@ def keep_freed_memory() -> None:
     libc = ctypes.CDLL(None)
     libc.mallopt(mmap_threshold, 2**30)  # bytes: larger blocks still go back
     libc.mallopt(trim_threshold, 2**31 - 1)
-
-
-def _meeting_place() -> str | None:
-    """How the processes find each other: None, or for torchrun's own a place of its own.
-
-    The store of a launcher outlives restarts: the addresses of processes that are gone are still
-    there, and the new ones would wait for them.
-    """
-    return f"{PLACE}://" if "TORCHELASTIC_RUN_ID" in os.environ else None
-
-
-def _meet(url: str, **kwargs) -> Iterator[tuple[Store, int, int]]:
-    """torch's own meeting, and from there to the place that these processes have agreed on."""
-    store, rank, world_size = next(rendezvous("env://", **kwargs))
-    yield PrefixStore(_agree_on_place(store, rank, world_size), store), rank, world_size
-
-
-def _agree_on_place(store: Store, rank: int, world_size: int) -> str:
-    """A name that the processes of this start share, and those of no earlier one.
-
-    The number of restarts is none: a node that has come back counts from 0 again.
-    """
-    own = os.urandom(8).hex()
-    if world_size == 1:
-        return own
-    if rank > 0:
-        store.set(f"hello/{rank}", own)
-        place = store.get(f"place/{own}").decode()
-        store.set(f"{place}/{rank}", "")
-        return place
-    others = range(1, world_size)
-    deadline = time.monotonic() + collective_timeout().total_seconds()
-    while True:
-        # A hello may be of a process that is gone. Each is answered, and the living ones come.
-        for hello in store.multi_get([f"hello/{other}" for other in others]):
-            store.set(f"place/{hello.decode()}", own)
-        try:
-            store.wait([f"{own}/{other}" for other in others], timedelta(seconds=0.5))
-            return own
-        except DistStoreError:
-            if time.monotonic() > deadline:
-                raise
-
-
-register_rendezvous_handler(PLACE, _meet)
 
 
 def _cpu_chosen() -> bool:
