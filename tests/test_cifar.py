@@ -87,7 +87,7 @@ def test_more_epochs_continue_a_finished_run(pool, tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (dict(lr=0.05), "lr=0.05 .* 0.1"),
+        (dict(lr=0.05), "lr=0.05 .* 0.2"),
         (dict(seed=1), "seed=1 .* 0"),
         (dict(bn_group=4), "bn_group=4 .* 8"),
         (dict(global_batch_size=32, bn_group=8), "global_batch_size=32 .* 16"),

@@ -61,7 +61,7 @@ class Config(RunFlags):
     micro_batch_size: int = 0  # examples per process per forward; 0 = global/processes
     epochs: int = 30  # passes over the training set
     max_steps: int = 0  # updates, at most, the schedule cut too; 0 = as epochs says
-    lr: float = 0.1  # peak learning rate at the reference batch
+    lr: float = 0.2  # peak learning rate at the reference batch
     lr_reference_batch: int = 256  # examples; the rate is lr * global_batch_size / N; 0 = lr as is
     warmup_fraction: float = 0.05  # share of all updates spent in linear warm-up
     momentum: float = 0.9  # Nesterov momentum
@@ -98,8 +98,10 @@ def build_model(name: str, num_classes: int, image_size: int) -> torch.nn.Module
             torch.nn.init.zeros_(last.weight)  # type: ignore[arg-type]
     if isinstance(model, ResNet) and image_size <= 64:
         model.conv1 = torch.nn.Conv2d(3, model.conv1.out_channels, 3, padding=1, bias=False)
-        torch.nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
         model.maxpool = torch.nn.Identity()  # type: ignore[assignment]
+        for layer in model.modules():  # smaller weights than torchvision's, which learn faster
+            if isinstance(layer, torch.nn.Conv2d):
+                layer.reset_parameters()
     return model
 
 

@@ -106,8 +106,10 @@ def build_model(name: str, num_classes: int, image_size: int) -> torch.nn.Module
             torch.nn.init.zeros_(last.weight)  # type: ignore[arg-type]
     if isinstance(model, ResNet) and image_size <= 32:
         model.conv1 = torch.nn.Conv2d(3, model.conv1.out_channels, 3, padding=1, bias=False)
-        torch.nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
         model.maxpool = torch.nn.Identity()  # type: ignore[assignment]
+        for layer in model.modules():  # smaller weights than torchvision's, which learn faster
+            if isinstance(layer, torch.nn.Conv2d):
+                layer.reset_parameters()
     return model
 
 
