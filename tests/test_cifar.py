@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from tests.conftest import REPOSITORY
 from tests.scripts import assert_same_weights, run_cifar, small_cifar, small_data
-from train import cifar
+from train import cifar, image_folder
 from utils.errors import UsageError
 
 SMALL = dict(num_train=75, num_test=37)
@@ -234,3 +234,18 @@ def test_usage_error_is_one_line_and_exit_code_2():
 def test_usage_error_class():
     with pytest.raises(UsageError):
         cifar.main(cifar.Config(lr=0.0))
+
+
+def test_a_resnet_for_small_images_has_torchs_initial_weights():
+    """Uniform up to 1 / sqrt(fan in); torchvision's go further. Alike in both scripts."""
+    models = []
+    for script in (cifar, image_folder):
+        torch.manual_seed(0)
+        models.append(script.build_model("resnet18", 10, 32))
+    for name, value in models[0].state_dict().items():
+        assert torch.equal(value, models[1].state_dict()[name]), name
+    convolutions = [m for m in models[0].modules() if isinstance(m, torch.nn.Conv2d)]
+    assert len(convolutions) == 20
+    for layer in convolutions:
+        bound = layer.weight[0].numel() ** -0.5
+        assert 0.9 * bound < layer.weight.abs().max() <= bound
