@@ -1,9 +1,10 @@
-"""What an update of the real scripts costs: host reads, collectives, compilations."""
+"""What an update of the real scripts costs: host reads, collectives, searches, compilations."""
 
 import importlib
 import os
 from collections import Counter
 from contextlib import nullcontext
+from importlib.machinery import PathFinder
 from pathlib import Path
 from unittest import mock
 
@@ -52,12 +53,13 @@ class HostReads(TorchDispatchMode):
 
 
 def count_in_loop(given: dict) -> dict:
-    """Host reads and collectives of updates FIRST..LAST of cifar.py, its whole loop body."""
+    """What updates FIRST..LAST of cifar.py read, send and look for, in its whole loop body."""
     from utils import window
 
     result: dict = {}
     with small_cifar(small_data(num_train=64 * TOTAL, num_test=8), torch.float32) as cifar:
         iterate = cifar.WindowLoader.__iter__
+        searches = mock.patch.object(PathFinder, "find_spec", wraps=PathFinder.find_spec)
 
         def counted(loader):
             for one in iterate(loader):
@@ -68,7 +70,9 @@ def count_in_loop(given: dict) -> dict:
                     activities = [torch.profiler.ProfilerActivity.CPU]
                     result["profile"] = torch.profiler.profile(activities=activities)
                     result["profile"].__enter__()
+                    result["searches"] = searches.__enter__()
                 if one.step == LAST + 1:
+                    searches.__exit__(None, None, None)
                     result["profile"].__exit__(None, None, None)
                     result["reads"].__exit__(None, None, None)
                 yield one
@@ -85,6 +89,7 @@ def count_in_loop(given: dict) -> dict:
     return {
         "reads": Counter(result["reads"].reads),
         "collectives": {name: n for name, n in events.items() if name.startswith("gloo:")},
+        "searches": [call.args[0] for call in result["searches"].mock_calls],
     }
 
 
@@ -105,6 +110,7 @@ def test_host_reads_and_collectives_of_an_update(pool, tmp_path, micro, group, b
         # gradients, the count, and the figures with the window's statistics.
         layers = 21 * 2 * micro_steps if bn else 0
         assert sum(found["collectives"].values()) == updates * (layers + 1 + 1 + 1)
+        assert found["searches"] == []  # of sys.path, for a package
 
 
 def run_compiled(name: str, backend: str, given: dict, data=None) -> list[int]:

@@ -272,6 +272,7 @@ def main(cfg: Config) -> int:
     # ---- Prepare -----------------------------------------------------------------------------
     model, optimizer = accelerator.prepare(model, optimizer)  # on the device, in DDP, compiled
     plain_model = accelerator.unwrap_model(model, keep_torch_compile=False)
+    parameters = list(model.parameters())
     seed_dropout(cfg.seed, accelerator.process_index)  # from here on the ranks' numbers differ
 
     def update(window: Window) -> Totals:
@@ -286,9 +287,9 @@ def main(cfg: Config) -> int:
                 losses.append(loss.detach())
                 if accelerator.sync_gradients:
                     if cfg.max_grad_norm:
-                        norm = accelerator.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
+                        norm = accelerator.clip_grad_norm_(parameters, cfg.max_grad_norm)
                     else:  # only measured
-                        norm = gradient_norm(accelerator, model)
+                        norm = gradient_norm(accelerator, parameters)
                     # The update's one host read. Not finite: all stop here, or leave it out.
                     totals = window.reduce(
                         torch.stack(losses), norm, guard.stop_requested, bn_plan.statistics()

@@ -9,6 +9,7 @@ with cycle walking (Black and Rogaway 2002), computed where it is read and never
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import numpy
 import torch
@@ -21,6 +22,8 @@ ORDER_VERSION = 1  # kept in every checkpoint's manifest; raise it when any numb
 FEISTEL_ROUNDS = 12
 BLOCK = 1 << 13  # positions computed at once: per window the calls would cost more than the numbers
 
+Integers = TypeVar("Integers", torch.Tensor, numpy.ndarray)  # int64; both wrap around
+
 _MASK = (1 << 64) - 1
 _SAMPLE_STREAM = 0x5A3B
 _GOLDEN, _MULTIPLY_1, _MULTIPLY_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -31,13 +34,13 @@ def _signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
-def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical right shift of an int64 tensor (torch's own keeps the sign)."""
+def _shift(x: Integers, bits: int) -> Integers:
+    """Logical right shift of int64 (torch's and numpy's own keep the sign)."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _mix(x: torch.Tensor) -> torch.Tensor:
-    """SplitMix64's finaliser on an int64 tensor, modulo 2^64."""
+def _mix(x: Integers) -> Integers:
+    """SplitMix64's finaliser on int64, modulo 2^64."""
     x = (x ^ _shift(x, 30)) * _signed(_MULTIPLY_1)
     x = (x ^ _shift(x, 27)) * _signed(_MULTIPLY_2)
     return x ^ _shift(x, 31)
@@ -55,13 +58,18 @@ def _key(*words: int) -> int:
 
 
 def hash64(ids: torch.Tensor, seed: int, epoch: int, stream: int) -> torch.Tensor:
-    """64 random bits for each sample, on the device of `ids`.
+    """64 random bits for each sample, int64, on the device of `ids`.
 
     Args:
         ids: int64 sample indices, any shape.
         stream: which random number of the sample: 0 for the crop's row, 1 for its column, say.
     """
-    return _mix(_mix(ids * _signed(_GOLDEN) + _key(seed, epoch, stream)))
+    key = _key(seed, epoch, stream)
+    if ids.device.type != "cpu":
+        return _mix(_mix(ids * _signed(_GOLDEN) + key))
+    # numpy's calls take less time than torch's for a batch's few numbers.
+    values = ids.flatten().numpy() * _signed(_GOLDEN) + key
+    return torch.from_numpy(_mix(_mix(values))).view_as(ids)
 
 
 def random_integers(

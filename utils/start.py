@@ -7,10 +7,12 @@ the reason and the command that works.
 """
 
 import ctypes
+import importlib.util
 import os
 import platform
 import shutil
 import socket
+import sys
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -118,6 +120,7 @@ def open_accelerator(
         ],
     )
     check_world(accelerator, asked, on_cpu)
+    _spare_searches()
     if engine_name(accelerator) != "DDP":
         check_sharded(accelerator.mixed_precision, can_shard=can_shard, comm_hook=comm_hook)
         set_timeouts(accelerator, collective_timeout())
@@ -217,6 +220,15 @@ def keep_freed_memory() -> None:
     libc = ctypes.CDLL(None)
     libc.mallopt(mmap_threshold, 2**30)  # bytes: larger blocks still go back
     libc.mallopt(trim_threshold, 2**31 - 1)
+
+
+def _spare_searches() -> None:
+    """Keep Accelerate from looking through sys.path, twice in each step, for a rare optimizer.
+
+    Where it is not installed, None in sys.modules says so: what cannot be imported.
+    """
+    if importlib.util.find_spec("lomo_optim") is None:
+        sys.modules["lomo_optim"] = None  # type: ignore[assignment]
 
 
 def _cpu_chosen() -> bool:
