@@ -3,8 +3,7 @@
     python train/detection.py --dataset bccd             # annotations/ (COCO) and images/ in there
     accelerate launch train/detection.py --dataset coco --weights default --trainable-bn
 
-The loss is the sum over the images of torchvision's losses of each image by itself, with random
-regions of its own (utils/detectors.py): no layout changes it.
+Each image's losses are its own, with its own random regions (utils/detectors.py), on any layout.
 
 Start a new task: copy this file, change the sections Data and Model and `compute_loss`.
 """
