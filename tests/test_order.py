@@ -11,6 +11,7 @@ import torch
 from scipy import stats
 from torch.utils.data import DataLoader
 
+from utils import order
 from utils.errors import UsageError
 from utils.order import (
     ORDER_VERSION,
@@ -394,3 +395,11 @@ def test_epochs_are_carried_on_request_only():
     assert list(plain) == list(carrying)
     assert {type(i) for ids in plain for i in ids} == {int}
     assert [i.epoch for ids in carrying for i in ids] == [0] * 8 + [1] * 8 + [2] * 4
+
+
+def test_hashes_on_the_cpu_are_those_of_an_accelerator():
+    """The CPU has them from numpy, accelerators from torch: both wrap around alike."""
+    ids = torch.cat([torch.arange(1000), 2**62 + torch.arange(1000), -torch.arange(1000)])
+    for seed, epoch, stream in ((0, 0, 0), (7, 3, 2), (2**63, 10**6, 0xD40)):
+        x = ids * order._signed(order._GOLDEN) + order._key(seed, epoch, stream)
+        assert torch.equal(order.hash64(ids, seed, epoch, stream), order._mix(order._mix(x)))
